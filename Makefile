@@ -25,9 +25,8 @@ test-all: ## as `test`, with every case of every matrix
 test-unit: ## the fast part of the tests, under a minute
 	@tools/test.sh unit
 
-test-torch2: ## the suite against torch 2.x from PyPI, in .venv-torch2; SECOND=1: after `test`, what meets torch and a sample
-	@tools/torch2_env.sh
-	@PYTHON=$(CURDIR)/.venv-torch2/bin/python tools/test.sh $(if $(SECOND),second,all)
+test-torch2: ## the suite against torch 2.x from PyPI; TORCH=2.15.0 or newest; SECOND=1: after `test`; BRIEF=1: a minute
+	@env=$$(tools/torch2_env.sh) && PYTHON=$(CURDIR)/$$env/bin/python tools/test.sh $(if $(BRIEF),brief,$(if $(SECOND),second,all))
 
 test-gpu: ## a checklist on a GPU: kernels, NCCL, training, times (tests/device/checklist.py); DEVICE=name: another device
 	@tools/test.sh gpu

@@ -4,10 +4,11 @@
 #   ds_room(kernels USES base)                  csrc/kernels/**/*.cpp
 #   ds_room(zero USES base plan ... LIBS ds_torch UNITY 6)   compiled six files at a time
 #
-# UNITY: what costs time in these rooms is reading the headers of torch, pybind11 and nlohmann-json, so that many files are
-# compiled as one, and the headers read once for all. It halves the time of a whole build; a change of one file compiles
-# its neighbours again, so who works on one for long may set DS_UNITY=0 (environment of `make`), as `make lint` does.
-# Names in anonymous namespaces must differ within a room.
+# UNITY: reading the headers of torch, pybind11 and nlohmann-json takes most of the time in these rooms, so several files are
+# compiled as one, and the headers are read once for all of them. Rooms that see torch share its precompiled headers, too
+# (ds_precompile). A change of one file compiles its neighbours again: to work on one for long, set DS_UNITY=0 (environment of
+# `make`), as `make lint` does; then nothing is precompiled, so that a file names what it includes. Names in anonymous
+# namespaces must differ within a room.
 #
 # Headers are included as "<room>/<header>.h". Every source in the folder belongs to the room: no list to edit.
 #
@@ -35,6 +36,24 @@ function(ds_unity name batch sources out)
   set(${out} ${made} PARENT_SCOPE)
 endfunction()
 
+# Most of the time that a file of a room with torch takes to compile goes into the headers of torch. They are compiled once,
+# in `owner`, a library that is made by the first call, and `target` reads the result. HEADERS: further ones. LIBS: libraries that
+# decide how they are read. Targets of one owner are compiled with the same flags.
+function(ds_precompile target owner)
+  cmake_parse_arguments(WITH "" "" "HEADERS;LIBS" ${ARGN})
+  if(NOT TARGET ${owner})
+    file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/${owner}.cpp CONTENT "" @ONLY)
+    add_library(${owner} OBJECT ${CMAKE_BINARY_DIR}/${owner}.cpp)
+    target_link_libraries(${owner} PRIVATE ds_torch ${WITH_LIBS})
+    target_precompile_headers(${owner} PRIVATE <algorithm> <condition_variable> <functional> <map> <memory> <mutex>
+      <optional> <string> <thread> <unordered_map> <variant> <vector> <ATen/Functions.h> <ATen/TensorOperators.h>
+      <c10/core/Event.h> <c10/core/impl/VirtualGuardImpl.h> <torch/csrc/distributed/c10d/ProcessGroup.hpp> ${WITH_HEADERS})
+    target_compile_options(${owner} PRIVATE -fpch-preprocess)  # ccache asks for it
+  endif()
+  target_precompile_headers(${target} REUSE_FROM ${owner})
+  target_compile_options(${target} PRIVATE -fpch-preprocess)
+endfunction()
+
 function(ds_room name)
   cmake_parse_arguments(ROOM "" "UNITY" "USES;LIBS" ${ARGN})
   set(root ${DS_ROOMS}/${name})
@@ -53,6 +72,10 @@ function(ds_room name)
     target_include_directories(ds_${name} PRIVATE ${DS_ROOMS}/${used})
   endforeach()
   target_link_libraries(ds_${name} PRIVATE ${ROOM_LIBS})
+  if("ds_torch" IN_LIST ROOM_LIBS AND DS_UNITY)
+    ds_precompile(ds_${name} room_precompiled)
+    set_target_properties(room_precompiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  endif()
   set_property(GLOBAL PROPERTY ds_uses_${name} ${name} ${ROOM_USES})
   set_property(GLOBAL PROPERTY ds_libs_${name} ${ROOM_LIBS})
 endfunction()
@@ -93,19 +116,9 @@ function(ds_test_parts name target)
   endforeach()
 endfunction()
 
-# Most of the time that a test of a room with torch takes to compile goes into the headers of torch and GoogleTest. They
-# are compiled once, into a precompiled header that these tests share (DS_UNITY=0: none, so that a test names what it includes).
-function(ds_use_precompiled target)
-  if(NOT TARGET test_precompiled)
-    file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/precompiled.cpp CONTENT "" @ONLY)
-    add_library(test_precompiled OBJECT ${CMAKE_BINARY_DIR}/precompiled.cpp)
-    target_link_libraries(test_precompiled PRIVATE ds_torch GTest::gtest)
-    target_precompile_headers(test_precompiled PRIVATE <gtest/gtest.h> <ATen/Functions.h> <ATen/TensorOperators.h>
-      <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
-    target_compile_options(test_precompiled PRIVATE -fpch-preprocess)  # ccache asks for it
-  endif()
-  target_precompile_headers(${target} REUSE_FROM test_precompiled)
-  target_compile_options(${target} PRIVATE -fpch-preprocess)
+# What a test itself computes is little: the optimiser would take a sixth of the time of compiling it.
+function(ds_compile_lightly target)
+  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
 endfunction()
 
 # tests/cpp/<room>/*.cpp -> test_<room> (GoogleTest; each case a ctest entry, or DS_TEST_PARTS entries where torch is linked:
@@ -134,10 +147,17 @@ function(ds_room_executables name)
     target_link_libraries(${target} PRIVATE ${libs} ${framework} Threads::Threads ${CMAKE_DL_LIBS})
     set_target_properties(${target} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin
       BUILD_RPATH "${DS_LIB_DIR};${TORCH_ROOT}/lib" SKIP_BUILD_RPATH OFF)
-    if(kind STREQUAL test)
-      if("ds_torch" IN_LIST libs AND DS_UNITY)
-        ds_use_precompiled(${target})
+    if("ds_torch" IN_LIST libs AND DS_UNITY)
+      if(kind STREQUAL test)
+        ds_precompile(${target} test_precompiled HEADERS <gtest/gtest.h> LIBS GTest::gtest)
+        ds_compile_lightly(test_precompiled)
+      else()  # with the flags of rooms, whose headers it reads
+        target_compile_options(${target} PRIVATE -fPIC)
+        ds_precompile(${target} room_precompiled)
       endif()
+    endif()
+    if(kind STREQUAL test)
+      ds_compile_lightly(${target})
       if("ds_torch" IN_LIST libs)
         ds_test_parts(${name} ${target})
       else()

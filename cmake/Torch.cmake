@@ -24,7 +24,12 @@ endif()
 add_library(ds_torch INTERFACE)
 target_include_directories(ds_torch SYSTEM INTERFACE
   ${TORCH_ROOT}/include ${TORCH_ROOT}/include/torch/csrc/api/include)
-target_compile_definitions(ds_torch INTERFACE ${TORCH_DEFS})
+# NDEBUG: torch's headers check the inputs of observed operators unless they are read as torch itself was compiled.
+target_compile_definitions(ds_torch INTERFACE ${TORCH_DEFS} NDEBUG)
+# From 2.14 on torch's headers are written in C++20. Rooms that do not see torch stay as they are for all torches.
+if(TORCH_VERSION VERSION_GREATER_EQUAL 2.14)
+  target_compile_features(ds_torch INTERFACE cxx_std_20)
+endif()
 target_link_libraries(ds_torch INTERFACE ${TORCH_ROOT}/lib/libc10.so ${TORCH_ROOT}/lib/libtorch_cpu.so)
 # torch's CUDA builds pull in libraries that only `import torch` knows how to find: leave them to it.
 target_link_options(ds_torch INTERFACE -Wl,--allow-shlib-undefined)

@@ -21,6 +21,7 @@ import re
 PLAIN = (str, bytes, int, float, tuple, list, dict, set, frozenset)
 VARIABLE = "DS_TEST_EVERY_CASE"  # `make test-all` sets it; C++ tests read it, too
 COVER = "DS_TEST_COVER"  # "values": samples no larger than that; `tools/test.sh second` sets it for the second torch
+BRIEF = "brief"  # its value for one test case in ``ONE_IN`` of all files; `tools/test.sh brief` sets it
 ONE_OF_A_FILE = "file"  # its value where one case of each file is enough; tests/device/checklist.py --sample sets it
 
 
@@ -31,7 +32,7 @@ def every_case():
 
 def second_torch():
     """Whether all tests have passed on this tree with another torch: only those that meet torch are left."""
-    return os.environ.get(COVER) == "values"
+    return os.environ.get(COVER) in ("values", BRIEF)
 
 
 # A file whose tests ask for a torch or for a package that stands beside torch 2, or whose subject is an interface of
@@ -55,7 +56,9 @@ def meets_torch(path):
 
 def only_on_first_torch(path, case):
     """Whether the second torch leaves out a test case."""
-    return second_torch() and hashlib.sha256(case.encode()).digest()[0] % ONE_IN != 0 and not meets_torch(path)
+    if not second_torch() or hashlib.sha256(case.encode()).digest()[0] % ONE_IN == 0:
+        return False
+    return os.environ.get(COVER) == BRIEF or not meets_torch(path)
 
 
 def _parts(case, strength):

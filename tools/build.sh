@@ -4,7 +4,12 @@
 . "$(dirname "$0")/common.sh"
 [ $# -gt 0 ] || set -- native
 groups=build
-options=(-DDS_BUILD_CUDA=ON)  # a build by pip may have left it off in this folder
+cuda=()
+options=(-DDS_BUILD_CUDA=ON)  # a build by pip, or an earlier one without a GPU, may have left it off in this folder
+if [ "${DS_CUDA_WHERE_SEEN:-0}" = 1 ] && ! sees_gpu; then  # `make quickstart`; what a build folder has stays
+  options=()
+  cuda=(-DDS_BUILD_CUDA=OFF)
+fi
 options+=(-DDS_UNITY=$([ "${DS_UNITY:-1}" = 0 ] && echo OFF || echo ON))  # 0: every file alone, for who edits one for long
 for target in "$@"; do
   case $target in
@@ -23,6 +28,10 @@ configured() {  # true when the build folder is there, belongs to this Python an
   for option in "${options[@]}"; do grep -q "^${option#-D}\$" <(sed 's/:BOOL=/=/' "$dir/CMakeCache.txt") || return 1; done
 }
 if ! configured; then
+  if [ ${#cuda[@]} -gt 0 ] && [ ! -f "$dir/CMakeCache.txt" ]; then
+    options+=("${cuda[@]}")
+    ! has_nvcc || say "no GPU is seen here, so the CUDA kernels are left out: \`make\` adds them"
+  fi
   say "configuring $dir for $PY"
   log=$(mktemp)
   before=$SECONDS

@@ -39,6 +39,10 @@ as_root() {
   fi
 }
 
+# Whether this machine has a GPU of NVIDIA, as its driver says it, and a compiler for it.
+sees_gpu() { [ -e /dev/nvidiactl ] || [ -e /proc/driver/nvidia/version ] || [ -e /dev/dxg ]; }
+has_nvcc() { command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; }
+
 has_torch() { [ -x "$1" ] && "$1" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' 2>/dev/null; }
 
 # The Python this checkout is built for, in PY: the active virtual environment, else .venv, else python3 on PATH, each

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# tools/test.sh all|every|second|unit|gpu|cluster [pytest arguments]: builds what is missing, then runs ctest and pytest, both on
+# tools/test.sh all|every|second|brief|unit|gpu|cluster [pytest arguments]: builds what is missing, then runs ctest and pytest, both on
 # every core. `all` runs a fixed sample of each large matrix of cases (tests/sampling.py), `every` all of them. `second` is
 # for another torch on a machine where `all` has passed on this tree with the first: without the tests of rooms that do not
 # see torch (cmake/Rooms.cmake, tests/conftest.py), and with a twelfth of the Python tests that do not meet torch
-# (tests/sampling.py). Tests that are marked `alone` measure time or the whole machine and run after the others, one at a time.
+# (tests/sampling.py). `brief` runs a twelfth of the Python tests, for a torch of which only its novelty is of interest. Tests
+# that are marked `alone` measure time or the whole machine and run after the others, one at a time.
 . "$(dirname "$0")/common.sh"
 kind=${1:-all}
 shift || true
-tools/build.sh native tests $([ "$kind" != all ] || echo benchmarks)  # benchmarks that do not compile are found here
+tools/build.sh native $([ "$kind" = brief ] || echo tests) $([ "$kind" != all ] || echo benchmarks)  # benchmarks that do not compile are found here
 pick_python
 dir=build/$(env_tag "$PY")
 export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
@@ -22,6 +23,10 @@ case $kind in
     marks="not gpu"
     export DS_TEST_COVER=values
     ;;
+  brief)
+    marks="not gpu and not slow"
+    export DS_TEST_COVER=brief
+    ;;
   unit) marks="not gpu and not slow and not dist" ;;
   gpu)  # a checklist (tests/device/checklist.py); DEVICE=name runs it on the device of another accelerator
     device=${DEVICE:-cuda}
@@ -32,7 +37,7 @@ case $kind in
     tools/packages.sh cluster
     export DS_TEST_CLUSTER=1
     [ $# -gt 0 ] || set -- tests/cluster ;;
-  *) die "tools/test.sh knows all, every, second, unit, gpu and cluster, not '$kind'." ;;
+  *) die "tools/test.sh knows all, every, second, brief, unit, gpu and cluster, not '$kind'." ;;
 esac
 # Threads of OpenMP that wait must not spin: with more processes than cores a test of 0.1 s took 10.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
@@ -49,7 +54,7 @@ took=$dir/test-times.tsv  # a line for each test: seconds, a tab, its name
 : >"$took"
 export DS_TEST_TIMES=$took
 
-if [ "$kind" != cluster ]; then
+if [ "$kind" != cluster ] && [ "$kind" != brief ]; then
   say "C++ tests"
   labels=()
   case $kind in
@@ -95,10 +100,12 @@ before=$SECONDS
 [ -z "$keeping" ] || wait "$keeping" || true  # what it finds wrong, the tests find
 if [ ${#workers[@]} -gt 0 ]; then
   pytest "${workers[@]}" -m "$marks and not alone" "$@"
-  if [ $# = 0 ]; then  # all files again would take longer to import than these tests
-    while IFS= read -r file; do set -- "$@" "$file"; done < <(grep -rl --include='test_*.py' 'mark\.alone' tests | sort)
+  if [ "$kind" != brief ]; then
+    if [ $# = 0 ]; then  # all files again would take longer to import than these tests
+      while IFS= read -r file; do set -- "$@" "$file"; done < <(grep -rl --include='test_*.py' 'mark\.alone' tests | sort)
+    fi
+    pytest -m "$marks and alone" "$@"
   fi
-  pytest -m "$marks and alone" "$@"
 else
   pytest -m "$marks" "$@"
 fi

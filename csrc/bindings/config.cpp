@@ -167,6 +167,7 @@ DS_BINDINGS(m) {
       .def("non_default",
            [](const PyConfig& self) { return config::non_default(self.config, config::schema(self.root)); });
 
+  c.attr("LEFT_TO_TRAINER") = config::kLeftToTrainer;
   c.def(
       "masked",
       [](const py::dict& given, const std::string& root) {

@@ -249,12 +249,12 @@ DS_BINDINGS(m) {
       .def(py::init(&make_engine), py::kw_only(), "params"_a, "others"_a, "groups"_a, "config"_a, "threads"_a,
            "grad_dtype"_a, "rank"_a, "rules"_a)
       .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), "outputs"_a, "reduce"_a,
-           "factor"_a)
-      .def("take_reached", of(&Engine::backward, &BackwardSession::take_reached))
+           "loss_scale"_a, "factor"_a)
+      .def("take_reached", [](Engine& self) { return self.backward().reached().take(); })
       .def("step", &step, Unlocked(), "inputs"_a)
       .def("hook_input", of(&Engine::backward, &BackwardSession::hook_input), "input"_a)
       .def("set_outer_factor", of(&Engine::backward, &BackwardSession::set_outer_factor), "factor"_a)
-      .def("plan_user_backward", of(&Engine::backward, &BackwardSession::plan), "reduce"_a, "factor"_a)
+      .def("plan_user_backward", of(&Engine::backward, &BackwardSession::plan), "reduce"_a, "loss_scale"_a, "factor"_a)
       .def(
           "begin_backward",
           // optional: torch 1.13 takes no None for a tensor

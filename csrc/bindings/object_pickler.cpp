@@ -131,8 +131,8 @@ class ObjectPickler {
     if (is_exactly(object, PyList_Type)) return save_list(object);
     if (is_exactly(object, PyTuple_Type)) return save_tuple(object);
     if (is_exactly(object, PyByteArray_Type)) {
-      const py::tuple arguments =
-          PyByteArray_GET_SIZE(raw) > 0 ? py::make_tuple(owned_object(PyBytes_FromObject(raw))) : py::make_tuple();
+      py::tuple arguments;
+      if (PyByteArray_GET_SIZE(raw) > 0) arguments = py::make_tuple(owned_object(PyBytes_FromObject(raw)));
       return save_call(type_of(object), arguments, object);
     }
     if (save_tensor(object)) return;

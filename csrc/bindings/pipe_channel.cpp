@@ -20,7 +20,7 @@ namespace {
 using comm::PipeChannel;
 using comm::PipeStream;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-using Tensors = std::vector<c10::optional<at::Tensor>>;  // None: no tensor at this index
+using MaybeTensors = std::vector<c10::optional<at::Tensor>>;  // None: no tensor at this index
 
 PipeStream stream_of(bool grads) { return grads ? PipeStream::kGrads : PipeStream::kActivations; }
 
@@ -44,15 +44,15 @@ std::shared_ptr<PipeChannel> make_channel(comm::CommunicatorPtr activations, com
           }};
 }
 
-void send(PipeChannel& channel, bool grads, int to, const Tensors& tensors, bool packed) {
+void send(PipeChannel& channel, bool grads, int to, const MaybeTensors& tensors, bool packed) {
   comm::PipeMessage message{std::vector<comm::PipePiece>(tensors.size()), packed};
   for (size_t index = 0; index < tensors.size(); ++index)
     if (tensors[index]) message.pieces[index] = {*tensors[index], tensors[index]->requires_grad()};
   channel.send(stream_of(grads), to, message);
 }
 
-std::pair<Tensors, bool> recv(PipeChannel& channel, bool grads, int from) {
-  Tensors tensors;
+std::pair<MaybeTensors, bool> recv(PipeChannel& channel, bool grads, int from) {
+  MaybeTensors tensors;
   comm::PipeMessage message = channel.recv(stream_of(grads), from);
   for (comm::PipePiece& piece : message.pieces) {
     if (piece.wants_grad) piece.tensor.set_requires_grad(true);
@@ -77,6 +77,7 @@ DS_BINDINGS(m) {
       .def("send", &send, Unlocked(), "grads"_a, "to"_a, "tensors"_a, "packed"_a)
       // Activations that required gradients where they were sent require them here.
       .def("recv", &recv, Unlocked(), "grads"_a, "from_"_a)
+      .def("begin", &PipeChannel::begin, "trains"_a, "The batch that this stage works on from now on.")
       .def("settle", &PipeChannel::settle, Unlocked())
       .def("abort", &PipeChannel::abort, Unlocked(), "why"_a)
       .def_property_readonly("failed", &PipeChannel::failed)

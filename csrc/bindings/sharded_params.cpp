@@ -71,10 +71,35 @@ void collect(PyObject* value, std::vector<at::Tensor>& found) {
   }
 }
 
+// torch.nn.functional.linear while modules of one model run, and while a segment of it is recomputed: outside of that
+// torch's own is there.
+struct LinearScope {
+  py::dict functions;  // of torch.nn.functional
+  py::object chosen;
+  py::object before{};
+  int depth = 0;
+
+  void enter(bool whole) {
+    if (!before) {
+      before = py::reinterpret_borrow<py::object>(functions["linear"]);
+      functions["linear"] = chosen;
+    }
+    depth = whole ? 1 : depth + 1;  // a call that raised has left modules that nobody leaves
+  }
+  void leave(bool whole) {
+    depth = whole || depth == 0 ? 0 : depth - 1;
+    if (depth > 0 || !before) return;
+    if (py::object(functions["linear"]).is(chosen)) functions["linear"] = before;
+    before = py::object();
+  }
+};
+using LinearScopePtr = std::shared_ptr<LinearScope>;
+
 // Hooks hold the gatherer weakly: a module may outlive the engine that hooked it.
 struct ModuleHook {
   std::weak_ptr<zero::Engine> engine;
   int32_t unit;  // -1: the whole model
+  LinearScopePtr linear{};
 
   ParamGatherer* gatherer(std::shared_ptr<zero::Engine>& keep) const {
     keep = engine.lock();
@@ -106,6 +131,7 @@ struct EnterHook : ModuleHook {
     std::shared_ptr<zero::Engine> keep;
     ParamGatherer* gatherer = this->gatherer(keep);
     if (!gatherer) return py::none();
+    if (linear) linear->enter(unit < 0);
     if (unit < 0) {
       py::gil_scoped_release unlocked;
       gatherer->begin_forward();
@@ -122,6 +148,7 @@ struct LeaveHook : ModuleHook {
   py::object operator()(const py::args& args) const {
     std::shared_ptr<zero::Engine> keep;
     ParamGatherer* gatherer = this->gatherer(keep);
+    if (linear) linear->leave(unit < 0);
     if (!gatherer) return py::none();
     const auto outputs = tensors(py::reinterpret_borrow<py::object>(args[args.size() - 1]), py::none());
     const auto in_graph = c10::GradMode::is_enabled() ? outputs : std::vector<at::Tensor>{};
@@ -180,6 +207,7 @@ DS_BINDINGS(m) {
       .def_readwrite("id", &ShardedParam::id)
       .def_property_readonly("status", [](const ShardedParam& param) { return static_cast<int>(param.status()); })
       .def_readwrite("persistent", &ShardedParam::persistent)
+      .def_readwrite("data_given", &ShardedParam::data_given)
       .def_readonly("holders", &ShardedParam::holders)
       .def("write_back", &ShardedParam::write_back)
       .def("reshaped", &ShardedParam::reshaped)
@@ -212,6 +240,9 @@ DS_BINDINGS(m) {
           "release", [](ParamGatherer& g, const std::vector<ShardedParamPtr>& params) { g.release(raw(params)); },
           Unlocked())
       .def("touch", &ParamGatherer::touch, Unlocked())
+      .def("written", &ParamGatherer::written, Unlocked())
+      .def("forget_written", &ParamGatherer::forget_written)
+      .def("before_slice_write", &ParamGatherer::before_slice_write, Unlocked())
       .def("add_unit", &ParamGatherer::add_unit)
       .def("extend_unit", &ParamGatherer::extend_unit)
       .def("release_all", &ParamGatherer::release_all, Unlocked())
@@ -233,21 +264,31 @@ DS_BINDINGS(m) {
       .def_property_readonly("exchanges", [](ParamGatherer& g) { return g.source().exchanges(); })
       .def("reset_counters", [](ParamGatherer& g) { g.source().reset_counters(); });
 
+  py::class_<LinearScope, LinearScopePtr>(m, "LinearScope", "The function that is linear of torch.nn.functional "
+                                          "while modules with hooks run.")
+      .def(py::init([](const py::dict& functions, const py::object& chosen) {
+             return std::make_shared<LinearScope>(LinearScope{functions, chosen});
+           }),
+           "functions"_a, "chosen"_a)
+      .def("end", [](LinearScope& scope) { scope.leave(true); });
+
   py::class_<EnterHook>(m, "EnterHook")
-      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit) {
-        return EnterHook{{engine, unit}};
-      }))
+      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit, const LinearScopePtr& linear) {
+             return EnterHook{{engine, unit, linear}};
+           }),
+           "engine"_a, "unit"_a, "linear"_a)
       .def("__call__", &EnterHook::operator(), "module"_a, "args"_a, "kwargs"_a = py::none())
       .def("__deepcopy__", [](const EnterHook& hook, const py::dict&) {
-        return EnterHook{{{}, hook.unit}};
+        return EnterHook{{{}, hook.unit, {}}};
       });
   py::class_<LeaveHook>(m, "LeaveHook")
-      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit) {
-        return LeaveHook{{engine, unit}};
-      }))
+      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit, const LinearScopePtr& linear) {
+             return LeaveHook{{engine, unit, linear}};
+           }),
+           "engine"_a, "unit"_a, "linear"_a)
       .def("__call__", &LeaveHook::operator())
       .def("__deepcopy__", [](const LeaveHook& hook, const py::dict&) {
-        return LeaveHook{{{}, hook.unit}};
+        return LeaveHook{{{}, hook.unit, {}}};
       });
 }
 

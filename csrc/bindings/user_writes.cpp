@@ -1,4 +1,4 @@
-// Writes of the user into the weights of an engine, and changes that all ranks make.
+// Writes of the user into the weights of an engine, numbers that its ranks have alike, changes that all ranks make.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -37,6 +37,7 @@ void adopt_writes(Engine& engine) {
   engine.failures().guard([&] {
     engine.writes().bring_home();
     if (!engine.policy().shards_params()) return engine.writes().adopt();
+    engine.grads().agreement().meet(engine.params().everyone(), engine.params().device());
     zero::WriteScope scope(engine.states());
     engine.writes().adopt();
     scope.close();
@@ -60,6 +61,12 @@ std::vector<size_t> bring_home(Engine& engine, const py::list& rows) {
 }  // namespace
 
 DS_BINDINGS(m) {
+  m.def(
+      "agree",
+      [](Engine& engine, int rank, std::vector<std::string> names, std::vector<double> numbers) {
+        engine.grads().agreement().tell(rank, std::move(names), std::move(numbers));
+      },
+      "core"_a, "rank"_a, "names"_a, "numbers"_a, "Numbers that all ranks must have alike as the next backward ends.");
   py::class_<WriteContext>(
       m, "WriteContext", "A context in which masters or shards are changed by all ranks; it closes on exceptions, too.")
       .def(py::init([](const std::shared_ptr<Engine>& engine) { return WriteContext{engine}; }), "core"_a)
@@ -81,7 +88,10 @@ DS_BINDINGS(m) {
       [](Engine& engine, size_t param, const at::Tensor& value) { engine.writes().bring_home(param, value); },
       Unlocked(), "core"_a, "param"_a, "value"_a, "The parameter takes the values of a tensor like it.");
   m.def(
-      "follow_moves", [](Engine& engine) { engine.params().follow_moves(); }, "core"_a,
+      "follow_moves", [](Engine& engine) {
+        engine.params().follow_moves();
+        engine.grads().follow_moves();
+      }, "core"_a,
       "After planes of parameters have moved.");
   m.def(
       "flat_params", [](Engine& engine) { return engine.params().flat_params(); }, "core"_a,

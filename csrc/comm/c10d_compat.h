@@ -1,5 +1,7 @@
-// Every difference between torch versions in c10d lives here, and in what devices tell of communication.
+// Every difference between torch versions in c10d lives here, in what devices tell of communication, and in how rooms
+// before `zero` make nodes of autograd.
 #pragma once
+#include <torch/csrc/autograd/function.h>
 #include <torch/version.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -9,6 +11,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #endif
 
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
 #include <type_traits>
 #include <utility>
 
@@ -56,6 +61,20 @@ double milliseconds(const Event& begin, const Event& end) {
     return begin.elapsedTime(end);
   } else {
     return 0;
+  }
+}
+
+// The pointer under which autograd keeps a node.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+// A node of autograd under the pointer that autograd keeps: an intrusive one from 2.15 on, before that a shared one whose
+// deleter frees long graphs without recursion.
+template <typename Node, typename... Args>
+auto make_node(Args&&... args) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
+  } else {
+    return std::shared_ptr<Node>(new Node(std::forward<Args>(args)...), [](Node* node) { deleteNode(node); });
   }
 }
 

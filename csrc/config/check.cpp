@@ -111,6 +111,11 @@ CheckResult check_choice(const Field& field, const Value& value, const std::vect
   CheckResult v = refuse("must be one of " + all);
   if (value.is_string()) {
     const std::string near = nearest(value, words);
+    if (near.empty() && !field.other_text_is.empty()) {
+      CheckResult read = accept(Value(field.other_text_is));
+      read.warning = "is not one of " + all + " and is read as \"" + field.other_text_is + "\".";
+      return read;
+    }
     if (!near.empty()) v.suggestion = "Did you mean " + show(Value(near)) + "?";
   }
   v.out_of_range = true;
@@ -214,6 +219,11 @@ CheckResult check_kind(const Field& field, const Value& value, bool lenient_text
         return v;
       }
     }
+    if (field.truthy_text && !small.empty()) {
+      CheckResult v = accept(!no);
+      v.warning = std::string("is a text and is read as ") + (no ? "false" : "true") + "; write it without quotes.";
+      return v;
+    }
     if ((k & kList) && field.wrap_items == "text") return accept(Value::array({value}));
     return wrong_type(field, value);
   }
@@ -243,7 +253,7 @@ CheckResult check(const Field& field, const Value& value, bool lenient_texts,
                       !(v.value->is_number() && (field.kinds & (kInt | kFloat)) && (field.kinds & kText));
   if (chosen) {
     CheckResult choice = check_choice(field, *v.value, field.choices, other_names);
-    choice.warning = v.warning;
+    if (choice.warning.empty()) choice.warning = v.warning;
     return choice;
   }
   if (v.value->is_number()) {

@@ -60,9 +60,10 @@ enum Kind : unsigned {
 
 // The treatment of an unknown key inside a section.
 enum class Unknown {
-  kError,   // with the nearest known key
-  kKeep,    // handed to the feature as given
-  kIgnore,  // dropped with a warning: clients are known to send some
+  kError,    // with the nearest known key
+  kKeep,     // handed to the feature as given
+  kIgnore,   // dropped with a warning: clients are known to send some
+  kPrivate,  // dropped with a warning, unless it is a typing error of a known key
 };
 
 // A feature that does not exist yet, and what would switch it on.
@@ -101,6 +102,9 @@ struct Field {
   std::string forward_true_as;  // the one-key table {first: second} that `true` stands for in the new key
   std::string forward_true_value;
   std::optional<NotBuilt> unbuilt;
+  bool truthy_text = false;       // a text that is not empty stands for true, with a warning
+  std::string other_text_is;      // not empty: a text that resembles no choice is read as this choice, with a warning
+  std::vector<Literal> also_off;  // further values that switch nothing on, of a key whose feature is not built
   std::string no_effect_because;  // not empty: the key is accepted and changes nothing here, and this says why
   ErrorKind violation = ErrorKind::kConfig;  // for a value outside choices or range
   std::string violation_words;               // with which its message begins
@@ -111,6 +115,7 @@ struct Field {
   std::vector<Field> fields;
   bool validated = false;  // "auto" stands for "not given"
   Unknown unknown = Unknown::kError;
+  std::map<std::string, std::string> old_keys;  // keys of older releases that are ignored, each with what holds instead
   std::string unknown_because;  // kKeep: why such keys change nothing here; empty: they may
   std::string bool_key;         // a bare true or false sets this key ...
   Literal bool_true, bool_false;
@@ -267,6 +272,30 @@ struct Field {
   }
   Field& ignores_unknown() {
     unknown = Unknown::kIgnore;
+    return *this;
+  }
+  // Also in the sections inside of this one.
+  Field& ignores_private() {
+    unknown = Unknown::kPrivate;
+    for (Field& field : fields)
+      if (field.is_section() && field.unknown == Unknown::kError) field.ignores_private();
+    return *this;
+  }
+  // A key that older releases wrote or accepted; the warning says `instead`.
+  Field& ignores_old(std::string key, std::string instead) {
+    old_keys[std::move(key)] = std::move(instead);
+    return *this;
+  }
+  Field& true_for_any_text() {
+    truthy_text = true;
+    return *this;
+  }
+  Field& reads_other_text_as(std::string choice) {
+    other_text_is = std::move(choice);
+    return *this;
+  }
+  Field& off_at(Literal v) {
+    also_off.push_back(std::move(v));
     return *this;
   }
   Field& bool_sets(std::string key, Literal on, Literal off, std::string what) {

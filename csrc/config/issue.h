@@ -9,6 +9,9 @@ namespace ds::config {
 
 enum class Severity { kError, kWarning, kNote };
 
+// The code of an error about an "auto" that a trainer (transformers, accelerate) replaces before the engine is made.
+constexpr char kLeftToTrainer[] = "left_to_trainer";
+
 struct Issue {
   Severity severity = Severity::kError;
   ErrorKind kind = ErrorKind::kConfig;

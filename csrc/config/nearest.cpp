@@ -1,6 +1,7 @@
 #include "config/nearest.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <sstream>
 
@@ -11,6 +12,7 @@ namespace ds::config {
 namespace {
 
 constexpr size_t kLongestWord = 80;  // no key is longer; keeps hostile input cheap
+constexpr size_t kShortWord = 4;     // letters; two edits make another word of it
 
 std::string clipped(const std::string& text) { return lower(text.substr(0, kLongestWord)); }
 
@@ -25,6 +27,15 @@ std::set<std::string> words_of(const std::string& name) {
 bool leaves_words_out(const std::string& word, const std::string& candidate) {
   const std::set<std::string> some = words_of(word), all = words_of(candidate);
   return some.size() > 1 && std::includes(all.begin(), all.end(), some.begin(), some.end());
+}
+
+// Whether the two have at least half of the longer one's letters in common, in any order.
+bool shares_letters(const std::string& first, const std::string& second) {
+  std::string a = clipped(first), b = clipped(second), common;
+  std::sort(a.begin(), a.end());
+  std::sort(b.begin(), b.end());
+  std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(common));
+  return 2 * common.size() >= std::max(a.size(), b.size());
 }
 
 }  // namespace
@@ -52,6 +63,8 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
   std::string found;
   for (const std::string& candidate : candidates) {
     const int distance = leaves_words_out(word, candidate) ? 1 : edit_distance(word, candidate);
+    const bool is_short = std::min(word.size(), candidate.size()) <= kShortWord;
+    if (distance > 1 && (is_short || !shares_letters(word, candidate))) continue;
     if (distance < best && distance < static_cast<int>(candidate.size())) {
       best = distance;
       found = candidate;
@@ -67,6 +80,12 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
     if (inside && (found.empty() || candidate.size() < found.size())) found = candidate;
   }
   return found;
+}
+
+bool is_slip(const std::string& word, const std::string& known) {
+  const int distance = edit_distance(word, known);
+  if (known.size() <= 3) return distance <= 1 && word.size() == known.size();
+  return distance <= (known.size() <= 6 ? 1 : 2);
 }
 
 }  // namespace ds::config

@@ -89,13 +89,16 @@ void table(const std::vector<Row>& rows, std::string& out) {
   }
 }
 
-// `code`: of notes, the ones to list.
-void issues(const Config& config, Severity severity, const char* title, std::string& out, const char* code = "") {
+// Appends those issues under a title, and returns whether there are any. `code`: only issues with this code; "": all but
+// those that are left to a trainer.
+bool issues(const Config& config, Severity severity, const char* title, std::string& out, const std::string& code = "") {
   std::string lines;
   for (const Issue& issue : config.issues()) {
-    if (issue.severity == severity && (!*code || issue.code == code)) lines += "  - " + issue.full() + "\n";
+    const bool wanted = code.empty() ? issue.code != kLeftToTrainer : issue.code == code;
+    if (issue.severity == severity && wanted) lines += "  - " + issue.full() + "\n";
   }
   if (!lines.empty()) out += std::string("\n") + title + "\n" + lines;
+  return !lines.empty();
 }
 
 }  // namespace
@@ -120,8 +123,11 @@ std::string explain(const Config& config, const Schema& schema) {
   issues(config, Severity::kNote, "Left to the defaults", out, "auto");
   issues(config, Severity::kNote, "Accepted without effect", out, "no_effect");
   issues(config, Severity::kWarning, "Warnings", out);
-  issues(config, Severity::kError, "Conflicts", out);
-  if (!config.broken()) out += "\nNo conflicts.\n";
+  const bool left =
+      issues(config, Severity::kError, "Filled in by the trainer (transformers, accelerate); without one, write values",
+             out, kLeftToTrainer);
+  if (!issues(config, Severity::kError, "Conflicts", out))
+    out += left ? "\nNo conflicts, once the trainer has filled it in.\n" : "\nNo conflicts.\n";
   return out;
 }
 

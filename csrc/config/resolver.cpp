@@ -13,7 +13,10 @@ namespace ds::config {
 
 namespace {
 
-constexpr int kTopLevelEdits = 2;  // an unknown top-level key this near to a known one is a slip, not a private key
+// A key of the user's own that is a comment: "_comment", "# why", "//".
+bool is_comment(const std::string& key) {
+  return !key.empty() && (key[0] == '_' || key[0] == '#' || key.compare(0, 2, "//") == 0);
+}
 
 bool is_auto(const Value& value) { return value.is_string() && value.get_ref<const std::string&>() == "auto"; }
 
@@ -141,6 +144,11 @@ class Resolver {
     const auto names = options_.other_names.find(here);
     CheckResult verdict =
         check(field, value, validated, names == options_.other_names.end() ? nullptr : &names->second);
+    if (!verdict.value && is_auto(value)) {
+      if (slot.is_null() || is_auto(slot)) slot = default_of(field);
+      config_.origins_[kept] = {Source::kAuto, config_.line(here), ""};
+      return error(kLeftToTrainer, here, assigned(here, value) + " " + verdict.problem + ".", verdict.suggestion);
+    }
     if (!verdict.value) {
       if (slot.is_null()) slot = default_of(field);
       error(verdict.out_of_range ? "bad_value" : "wrong_type", here,
@@ -151,7 +159,7 @@ class Resolver {
     if (!verdict.warning.empty()) warn("read_as", here, assigned(here, value) + " " + verdict.warning);
     slot = std::move(*verdict.value);
     if (!value.is_null() || field.kinds & kNull) config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
-    if (!field.no_effect_because.empty() && !value.is_null()) without_effect(here, value, field.no_effect_because);
+    if (!field.no_effect_because.empty() && !value.is_null() && slot != default_of(field)) without_effect(here, value, field.no_effect_because);
     if (field.unbuilt && !field.unbuilt->inert && !is_overridden(field)) refuse_value(field, slot, here);
   }
 
@@ -253,22 +261,32 @@ class Resolver {
 
   void unknown(const Field& at, const std::string& key, const Value& value, const std::string& path, Value& out) {
     const std::string here = join_path(path, key);
-    std::string near = nearest(key, names_of(at.fields));
+    const bool top = path.empty() && schema_.lenient_top;
+    if (at.unknown != Unknown::kKeep) {
+      if (is_comment(key)) return top ? void() : warn("ignored_key", here, config_.where(here) + " is a comment.");
+      const auto old = at.old_keys.find(key);
+      if (old != at.old_keys.end())
+        return warn("ignored_key", here, config_.where(here) + " is ignored: " + old->second + ".");
+    }
+    const std::string near = nearest(key, names_of(at.fields));
+    const bool slip = !near.empty() && is_slip(key, near) && !(top && contains(schema_.own_words, key));
     std::string suggestion = near.empty() ? "" : "Did you mean \"" + near + "\"?";
-    if (near.empty() || edit_distance(key, near) > kTopLevelEdits) {
+    if (!slip) {
       std::vector<std::string> homes;
       homes_of(key, schema_.root.fields, "", homes);
-      if (!homes.empty()) suggestion = "Did you mean \"" + homes.front() + "\"?";
+      if (homes.size() == 1) suggestion = "Did you mean \"" + homes.front() + "\"?";
     }
-    const bool top = path.empty() && schema_.lenient_top;
     if (!top && at.unknown == Unknown::kKeep) {
       out[key] = value;
       config_.origins_[here] = {Source::kGiven, config_.line(here), ""};
       if (!at.unknown_because.empty()) without_effect(here, value, at.unknown_because);
       return;
     }
-    if (!top && at.unknown == Unknown::kIgnore) {
-      return warn("ignored_key", here, config_.where(here) + " is not a key of this section and is ignored.");
+    if (!top && (at.unknown == Unknown::kIgnore || (at.unknown == Unknown::kPrivate && !slip))) {
+      const std::string home = home_in_params(at, key);
+      return warn("ignored_key", here,
+                  config_.where(here) + " is not a key of this section and is ignored" +
+                      (home.empty() ? "." : ": it belongs into \"" + join_path(path, home) + "\"."));
     }
     if (!top) {
       if (suggestion.empty()) suggestion = "It has " + listed(names_of(at.fields)) + ".";
@@ -279,12 +297,19 @@ class Resolver {
     for (const std::string& known : schema_.private_keys) {
       if (known == key) return;
     }
-    const bool slip = !near.empty() && edit_distance(key, near) <= kTopLevelEdits;
     if (slip || options_.strict_top_level) {
       return error("unknown_key", here, config_.where(here) + " is not a known key.", suggestion);
     }
     warn("unknown_key", here,
          config_.where(here) + " is not a known key; it is ignored." + (suggestion.empty() ? "" : " " + suggestion));
+  }
+
+  // The name of the section's table of parameters ("params") in which some type has this key; "" for none.
+  static std::string home_in_params(const Field& at, const std::string& key) {
+    for (const Field& field : at.fields)
+      for (const auto& [type, known] : field.variants)
+        if (find_field(known, key)) return field.name;
+    return "";
   }
 
   void warn(const std::string& code, const std::string& path, const std::string& text) {
@@ -388,7 +413,8 @@ class Resolver {
       const Field* which = find_field(field.fields, key);
       if (!which) continue;
       const Value& value = now[key];
-      if (!same(value, which->fallback))
+      const bool off = any_of(which->also_off, [&value](const Literal& one) { return same(value, one); });
+      if (!off && !same(value, which->fallback))
         not_built(join_path(here, key), value, field.unbuilt->feature, which->fallback);
     }
   }

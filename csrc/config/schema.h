@@ -66,6 +66,7 @@ struct Schema {
   std::vector<Consequence> consequences;
   std::vector<std::pair<std::string, std::string>> environment;  // path and variable of keys that have one
   std::vector<std::string> private_keys;                         // unknown keys that known clients add: never an error
+  std::vector<std::string> own_words;  // unknown keys that resemble a known one and are still words of their own
   bool lenient_top = false;                                      // unknown top-level keys are warnings
 };
 
@@ -83,6 +84,7 @@ class Chapter {
     schema_.consequences.push_back({std::move(title), std::move(tell)});
   }
   void private_key(std::string name) { schema_.private_keys.push_back(std::move(name)); }
+  void own_word(std::string name) { schema_.own_words.push_back(std::move(name)); }
 
  private:
   Schema& schema_;

@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
+#include "comm/c10d_compat.h"
 
 namespace ds::parallel {
 
@@ -136,9 +137,8 @@ std::vector<at::Tensor> recorded(const std::vector<at::Tensor>& inputs, std::vec
                                  const std::shared_ptr<SequenceExchange>& exchange, const SequenceLayoutPtr& layout,
                                  Direction direction) {
   if (!wants_grad(inputs)) return results;
-  const std::shared_ptr<ExchangeBackward> node(
-      new ExchangeBackward(torch::autograd::collect_next_edges(inputs), exchange, layout, direction),
-      torch::autograd::deleteNode);
+  const auto node = comm::compat::make_node<ExchangeBackward>(torch::autograd::collect_next_edges(inputs), exchange,
+                                                              layout, direction);
   for (at::Tensor& result : results) torch::autograd::set_history(result, node);
   return results;
 }

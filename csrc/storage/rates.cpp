@@ -23,6 +23,7 @@
 #include "io/descriptor.h"
 #include "io/own_folder.h"
 #include "storage/shard_storage.h"
+#include "storage/tier.h"
 #include "storage/waited.h"
 
 namespace ds::storage {

@@ -173,7 +173,7 @@ void sum_squares(const c10::Device& device, const Launch& launch, const Segment*
 // A value of the device on the host, behind all work on the current stream.
 template <typename Value>
 Value on_host(const Value* value, const c10::Device& device) {
-  Value found;
+  Value found{};
   array_at(&found, at::kByte, sizeof found, at::kCPU).copy_(array_at(value, at::kByte, sizeof found, device));
   return found;
 }

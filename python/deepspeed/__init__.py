@@ -33,6 +33,8 @@ _NAMES = {
     "DeepSpeedDataLoader": "deepspeed.published.dataloader",
     "PipelineModule": "deepspeed.pipe.module",
     "PipelineEngine": "deepspeed.engine.pipeline_engine",
+    "DualPipeVModule": "deepspeed.pipe.module",
+    "DualPipeVEngine": "deepspeed.engine.pipeline_engine",
     "plan": "deepspeed.planner.plans",
     "offload_plan": "deepspeed.planner.tiers",
     "init_distributed": "deepspeed.comm",

@@ -11,6 +11,8 @@ import torch.utils.checkpoint
 from torch.cuda import amp as cuda_amp  # two decorators, of every device on torch 1.13
 
 TORCH2 = int(torch.__version__.split(".")[0]) >= 2
+# The C++ standard of torch's headers.
+CXX_STANDARD = 20 if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 14) else 17
 
 
 def named_parameters(module):

@@ -7,12 +7,15 @@ neither, lie in ``_lib/``. ``torch`` must be imported first: it loads the librar
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 
 import torch
 
 from deepspeed._compat import dispatch_modes
+from deepspeed.log import logger
 
+NEWEST_TESTED_TORCH = (2, 15)
 LIB_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_lib")
 
 
@@ -20,6 +23,15 @@ def tag():
     """Name of the (Python, torch) pair of this process, for example ``cp312-torch2.11.0``."""
     version = torch.__version__.split("+")[0]
     return f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{version}"
+
+
+def untested_torch(version):
+    """A sentence about a torch that is newer than all that the tests of this release have seen; "" for others."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers <= NEWEST_TESTED_TORCH:
+        return ""
+    newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+    return f"torch {version} is newer than torch {newest}, the newest that this release was tested with."
 
 
 def _load():
@@ -41,6 +53,8 @@ def _load():
 
 
 _C = _load()
+if untested_torch(torch.__version__) and os.environ.get("RANK", "0") == "0":
+    logger.warning(untested_torch(torch.__version__))
 sys.modules["deepspeed._C"] = _C
 DeepSpeedConfigError = _C.DeepSpeedConfigError
 

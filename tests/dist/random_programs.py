@@ -8,6 +8,7 @@ load and evaluation the two are compared. ``shrunk`` makes a failing program sho
 import copy
 import os
 import random
+import time
 
 import torch
 
@@ -21,7 +22,12 @@ from runs import engine_of
 ROWS = 4
 
 
-def forward_net(net, x, extra=False, fails=False):
+def forward_net(net, x, extra=False, fails=False, writes=None):
+    """``writes``: a factor and a summand with which forward changes two of its weights."""
+    if writes is not None:
+        with torch.no_grad():
+            net.scale.mul_(writes[0]).add_(writes[1])
+            net.middle.weight.data.mul_(writes[0])
     hidden = torch.tanh(net.first(x.to(net.first.weight.dtype)))
     hidden = torch.tanh(net.tied(torch.tanh(net.middle(hidden)))) * net.scale
     if fails:
@@ -66,6 +72,11 @@ OPERATIONS = {
     "fail": 1,  # an error in forward
     "write": 3,  # param.mul_().add_()
     "rank0": 2,  # the same inside GatheredParameters(modifier_rank=0), on rank 0 alone
+    "unasked": 2,  # the same on all ranks, without modifier_rank
+    "behind": 1,  # the same through param.data
+    "slice": 2,  # each rank writes its slice, and no rank waits
+    "inside": 2,  # forward writes into its weights
+    "again": 1,  # another deepspeed.initialize while the engine lives
     "data": 2,  # param.data = tensor
     "swap": 1,  # the same for an evaluation, and back
     "vector": 1,  # vector_to_parameters
@@ -136,8 +147,11 @@ class Plain:
             for param in self.model.parameters():
                 param.data = param.data.to(self.narrow).float()
         self.params = dict(self.model.named_parameters())
-        kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[made["optimizer"]]
-        self.optimizer = kind(self.model.parameters(), **config_of(made, None)["optimizer"]["params"])
+        self.start_again()
+
+    def start_again(self):
+        kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[self.made["optimizer"]]
+        self.optimizer = kind(self.model.parameters(), **config_of(self.made, None)["optimizer"]["params"])
         self.count, self.saved, self.grads = 0, None, {}
 
     def computing(self):
@@ -286,6 +300,60 @@ class Run:
             self.plain.put(name, self.plain.weight(name).mul_(factor).add_(more))
             if self.rank == 0:
                 param.mul_(factor).add_(more)
+
+    def unasked(self, number):
+        name, param, factor, more = self.chosen(number)
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([param], enabled=self.sharded):
+            self.plain.put(name, self.plain.weight(name).mul_(factor).add_(more))
+            param.mul_(factor).add_(more)
+
+    def behind(self, number):
+        name, param, factor, more = self.chosen(number)
+        if not self.sharded and self.made["dtype"] == "bf16":  # the next step writes over it
+            return self.unasked(number)
+        with deepspeed.zero.GatheredParameters([param], enabled=self.sharded):
+            self.plain.put(name, self.plain.weight(name).mul_(factor).add_(more))
+            param.data.mul_(factor).add_(more)
+
+    def slice(self, number):
+        if not self.sharded:
+            return self.write(number)
+        name, param, factor, more = self.chosen(number)
+        time.sleep(0.02 * (number % 3) * self.rank)
+        own = param.ds_tensor
+        value = (self.plain.weight(name) * factor + more).to(own.dtype).flatten()
+        self.plain.put(name, value.view(param.ds_shape))
+        padded = torch.nn.functional.pad(value, (0, own.numel() * self.made["world"] - value.numel()))
+        values = padded[self.rank * own.numel() :][: own.numel()]
+        if number % 2:
+            param.ds_tensor.data = values
+        else:
+            with torch.no_grad():
+                own.copy_(values)
+        self.evaluate(number)
+
+    def inside(self, number):
+        _, _, factor, more = self.chosen(number)
+        if not self.sharded and self.made["dtype"] == "bf16":
+            return self.evaluate(number)
+        x, _, extra = batch(number, self.rank)
+        for name, to_add in (("scale", more), ("middle.weight", 0.0)):
+            self.plain.put(name, self.plain.weight(name).mul_(factor).add_(to_add))
+        with torch.no_grad():
+            ours = self.engine(x, extra, writes=(factor, more))
+        self.compare("the output", ours, self.plain.computing()(x, extra))
+
+    def again(self, number):
+        first = self.engine
+        for param in [*self.params.values(), *self.plain.params.values()]:
+            param.requires_grad_(True)
+        masters = {name: safe_get_full_fp32_param(param) for name, param in self.params.items()}
+        self.engine = engine_of(first.module, config_of(self.made, self.folder))
+        refused(RuntimeError, "another engine of this engine's model", first.step)
+        if self.plain.narrow:
+            for name, value in masters.items():
+                self.plain.params[name].data.copy_(value.to(self.plain.narrow))
+        self.plain.start_again()
 
     def data(self, number):
         name, param, factor, more = self.chosen(number)

@@ -25,10 +25,11 @@ def malformed():
 
 
 def twice():
-    p = torch.nn.Parameter(torch.ones(3))
+    net = make_net()
+    p = next(net.parameters())
     optimizer = torch.optim.SGD([p], lr=0.1)
     optimizer.param_groups[0]["params"].append(p)
-    return initialize(optimizer=optimizer)
+    return initialize(model=net, optimizer=optimizer)
 
 
 def without_optimizer():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import deepspeed
 import pipe_models as models
 from engine_models import loss_on, net_engine
 from harness import on_ranks, run_ranks
@@ -61,3 +62,28 @@ def test_several_engines_of_one_loss(stage):
     (steps, found), (_, expected) = (run_ranks(2, with_one_loss, stage, calls)[0] for calls in (True, False))
     assert steps == [3, 3]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@on_ranks(1, init=True)
+def test_a_gradient_of_the_outputs(rank, world):
+    gradient = torch.tensor([[0.5], [-2.0]])
+    plain, engine = torch.nn.Linear(3, 1), None
+    model = torch.nn.Linear(3, 1)
+    model.load_state_dict(plain.state_dict())
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    optimizer, x = torch.optim.SGD(plain.parameters(), lr=0.1), torch.randn(2, 3)
+    for _ in range(2):
+        engine.backward(engine(x), gradient=gradient)
+        engine.step()
+        (plain(x) / 2).backward(gradient)
+    optimizer.step()
+    assert torch.allclose(model.weight, plain.weight) and torch.allclose(model.bias, plain.bias)
+    refused(
+        ValueError,
+        r"gradient has shape \(1,\) and the tensor \(2, 1\)",
+        engine.backward,
+        engine(x),
+        gradient=torch.ones(1),
+    )

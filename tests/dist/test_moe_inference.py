@@ -14,6 +14,7 @@ from deepspeed.moe.layer import MoE
 from harness import on_ranks
 from models import Parts, seeded
 from moe_models import WIDTH, batch, expert, values
+from logs import logged
 from refusals import refused
 from runs import engine_of, take_step
 
@@ -124,7 +125,6 @@ def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
     [
         ({"moe_experts": [4]}, ValueError, r"moe_experts = \[4\], and the model's MoE layers have \[2\]"),
         ({"moe_type": "residual"}, ValueError, "MoE layer 'layer' has no dense expert"),
-        ({"replace_with_kernel_inject": True}, NotImplementedError, "replace_with_kernel_inject=True is not built"),
         ({"use_triton": True}, NotImplementedError, "use_triton=True is not built"),
         ({"enable_cuda_graph": True}, NotImplementedError, "enable_cuda_graph=True is not built"),
         ({"set_empty_params": True}, NotImplementedError, "set_empty_params=True is not built"),
@@ -137,6 +137,17 @@ def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
 )
 def test_what_is_refused(given, error, text):
     refused(error, text, deepspeed.init_inference, model_of(2, 1), **{"dtype": torch.float32, **given})
+
+
+@pytest.mark.parametrize("key", ["replace_with_kernel_inject", "kernel_inject"])
+def test_kernels_that_are_not_built_leave_the_models_layers(key):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 3)
+    expected = model(x)
+    with logged() as lines:
+        engine = deepspeed.init_inference(model, dtype=torch.float32, **{key: True})
+    assert torch.equal(engine(x), expected)
+    assert sum("replace_with_kernel_inject has no effect yet" in line for line in lines) == 1
 
 
 def test_a_model_without_experts_is_not_sliced():

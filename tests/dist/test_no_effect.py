@@ -361,7 +361,7 @@ def test_old_names_are_forwarded(key):
 
 def test_marks_of_the_issue():
     zero = ("contiguous_gradients use_multi_rank_bucket_allreduce round_robin_gradients log_trace_cache_warnings "
-            "enable_sanity_checks stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+            "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
             "cpu_offload_use_pin_memory").split()  # fmt: skip
     marked = keys_without_effect()
     assert {f"zero_optimization.{key}" for key in zero} | {"vocabulary_size"} <= set(marked)

@@ -188,3 +188,20 @@ def test_bad_items(rank, world):
     ]
     for case, match in cases:
         _bad_item(case, match)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@on_ranks(2, init=True)
+def test_evaluation_on_one_stage_alone(rank, world, alone):
+    engine = engine_of(2, 1, models.Block)
+    data = itertools.cycle(models.batches("plain", 1, MICRO_BATCHES, 0))
+
+    def go_on():
+        engine.train_batch(data)
+        if rank == alone:
+            engine.eval_batch(data)
+        engine.train_batch(data)
+
+    begin = time.monotonic()
+    refused(RuntimeError, "stage . has sent (activations|gradients) of .*eval_batch.* alike", go_on)
+    assert time.monotonic() - begin < 2 * SOON

@@ -32,6 +32,8 @@ activation_checkpointing/hidden_states.py _active | contexts that are open: save
 activation_checkpointing/settings.py current | published: checkpointing.configure() is of the module
 activation_checkpointing/settings.py thread | what a thread recomputes right now
 checkpoint/engines/__init__.py ENGINES | REGISTRY
+pipe/p2p.py _grid | published: p2p.init_process_groups(grid) is of the module
+pipe/p2p.py _pending | published: p2p.wait() is of the module
 checkpoint/read/storage.py _trusted | whether the reader further up the same call trusts pickles
 checkpoint/write/background.py _folders | two engines of a process must not write into one folder
 checkpoint/write/background.py _unsettled | AT_END
@@ -121,6 +123,7 @@ ALLOCATIONS = {
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
     "zero/spaces/param_store_homes.cpp": (1, "old values that somebody else has kept: the memory is theirs"),
     "zero/gradients/flag_exchange.cpp": (1, _SMALL),
+    "zero/gradients/agreement.cpp": (2, _SMALL),
     "zero/gradients/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
     "zero/spaces/group_cut.cpp": (4, _CALL),
     "zero/step/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),
@@ -211,6 +214,7 @@ TRANSPORTS_TESTED_ELSEWHERE = {
 # file of python/deepspeed, call: what may read pickles that run code. Each reads a file that the user has named.
 UNPICKLING = _rows(
     """
+pipe/p2p.py pickle.loads | published: recv_obj returns the object that a rank of the same job has pickled
 planner/child.py pickle.loads | the result of a process that this one has started, over a pipe of their own
 planner/child.py pickle.load | what the process that has started this one gives it, over a pipe of their own
 planner/world.py pickle.loads | what ranks that are planned with this one tell, over a file in a folder of their own

@@ -102,11 +102,11 @@ JOINED_NAMES = {
     "profiling/peak.py": {
         "kind": "two words of this package", r"re.sub('\\W+', '-', name)": "models of devices, without separators",
     },
-    "utils/zero_to_fp32.py": {
+    "utils/zero_files.py": {
         "f\"{('zero_pp_rank_0_' if zero_stage == 3 else '')}mp_rank_00_model_states.pt\"": _NUMBERED,
         "str(tag)": "the caller's, or checked by path_below", "glob_pattern": _CALLER,
-        "f'layer_{layer:02d}-model_states.pt'": _NUMBERED,
     },
+    "utils/zero_to_fp32.py": {"f'layer_{layer:02d}-model_states.pt'": _NUMBERED},
     "zero/optimizers/sliced_optimizer.py": {"f'{key}.pt'": _CALLER},
 }  # fmt: skip
 JOINED_NAMES_CPP = {

@@ -136,6 +136,7 @@ MUTABLE_GLOBALS = {
 STAGE_NUMBERS_CPP = {"zero/stage_policy.cpp": "the table itself"}
 STAGE_NUMBERS_PYTHON = {
     "utils/zero_to_fp32.py": "a file format: the stage stands in the file, and the script runs without the library",
+    "utils/zero_files.py": "as above",
 }
 
 # (file, name) of bindings with more arguments: why.

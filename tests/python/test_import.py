@@ -4,7 +4,9 @@ import json
 import pathlib
 
 import pytest
+import torch
 
+from deepspeed import _native
 from places import ROOT
 from processes import run_after_torch, run_python, succeeded
 
@@ -62,3 +64,10 @@ for feature, names in deepspeed._LATER.items():
             raise AssertionError(f"{name} is here: its row in deepspeed._LATER has to go")
 """
     succeeded(run_after_torch(code))
+
+
+def test_a_torch_newer_than_the_tested_ones_is_told_and_used():
+    assert "torch 99.1.0 is newer than torch" in _native.untested_torch("99.1.0")
+    assert "torch 2.99.0a0+git1 is newer" in _native.untested_torch("2.99.0a0+git1")
+    for version in ("1.13.1", "2.11.0+cu130", torch.__version__):
+        assert _native.untested_torch(version) == ""

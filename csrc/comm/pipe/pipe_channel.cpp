@@ -193,7 +193,13 @@ void PipeChannel::expect(PipeStream stream, int from, int64_t messages) { inbox(
 PipeMessage PipeChannel::recv(PipeStream stream, int from) {
   release_taken();
   try {
-    return inbox(stream, from).take();
+    PipeMessage message = inbox(stream, from).take();
+    if (!batch_.meets(message.batch))
+      fail(ErrorKind::kRuntime, "stages of the pipeline work on different batches: stage ", from, " has sent ",
+           stream == PipeStream::kGrads ? "gradients" : "activations", " of ", message.batch.text(),
+           ", and this stage is in ", batch_.text(),
+           ". Every stage has to call train_batch and eval_batch alike, also where `if rank == 0` surrounds them");
+    return message;
   } catch (const std::exception&) {
     refuse_if_failed();  // the reason goes before what came of it
     throw;
@@ -255,7 +261,7 @@ void PipeChannel::send(PipeStream stream, int to, const PipeMessage& message) {
   if (static_cast<int>(under_way.size()) >= options_.bound) make_room(under_way, to);
   PipeNote note;
   note.pieces = static_cast<uint32_t>(message.pieces.size());
-  note.packed = message.packed;
+  note.packed = static_cast<uint32_t>(message.packed) | batch_.word() << 1;
   note.sequence = sequence_[{stream, to}]++;
   std::vector<char> described = describe_pieces(message);
   Sent sent;

@@ -104,6 +104,8 @@ class PipeChannel {
   ~PipeChannel();
   PipeChannel(const PipeChannel&) = delete;
 
+  // The batch that this stage works on from now on; messages of another one are an error of recv().
+  void begin(bool trains) { batch_ = {batch_.number + 1, trains}; }
   // So many more messages will come from that rank.
   void expect(PipeStream stream, int from, int64_t messages);
   // Tensors must not be changed until settle().
@@ -145,6 +147,7 @@ class PipeChannel {
   void find_readers();
 
   const PipeChannelOptions options_;
+  PipeBatch batch_;
   std::vector<int64_t> pids_;                       // of ranks whose memory this one reads; 0: it cannot
   std::unique_ptr<NoteRings> notes_;                // that come in: a ring for each rank and stream
   std::vector<std::shared_ptr<NoteRings>> others_;  // those of ranks that read this one's memory, else null

@@ -207,7 +207,7 @@ PipeInbox::Arrived PipeInbox::read_offered() {
     described = more.data();
   }
   const int64_t addresses = note.described - note.tensors * static_cast<int64_t>(sizeof(uint64_t));
-  Arrived arrived{{empty_pieces(described, addresses, note.pieces, options_.device, buffers_), note.packed != 0}, {}};
+  Arrived arrived{{empty_pieces(described, addresses, note.pieces, options_.device, buffers_), (note.packed & 1u) != 0, PipeBatch::of(note.packed >> 1)}, {}};
   const char* at = described + addresses;
   std::vector<Chunk> chunks;
   for (const PipePiece& piece : arrived.message.pieces) {
@@ -243,7 +243,8 @@ PipeInbox::Arrived PipeInbox::receive() {
     receive_bytes(more.data(), note.described);
     described = more.data();
   }
-  Arrived arrived{{empty_pieces(described, note.described, note.pieces, options_.device, buffers_), note.packed != 0},
+  Arrived arrived{{empty_pieces(described, note.described, note.pieces, options_.device, buffers_),
+                   (note.packed & 1u) != 0, PipeBatch::of(note.packed >> 1)},
                   {}};
   std::vector<at::Tensor> coming;
   for (const PipePiece& piece : arrived.message.pieces)

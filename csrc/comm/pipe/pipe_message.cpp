@@ -8,6 +8,11 @@
 
 namespace ds::comm {
 
+std::string PipeBatch::text() const {
+  return std::string(trains ? "train_batch" : "eval_batch") + ", number " + std::to_string(number) + " of its engine";
+}
+
+
 namespace {
 
 struct PieceHead {

@@ -21,6 +21,10 @@ namespace {
 struct Header {
   std::atomic<int64_t> version;
   std::atomic<int64_t> closed;
+  std::atomic<int64_t> round;
+  std::atomic<int64_t> forward;
+  std::atomic<int64_t> idle;  // -1 while it reads, else 0
+  std::atomic<int64_t> finished;
 };
 constexpr int64_t kHeaderBytes = 4096;
 static_assert(sizeof(Header) <= kHeaderBytes && std::atomic<int64_t>::is_always_lock_free);
@@ -41,23 +45,44 @@ class ProcessPeerMemory : public PeerMemory {
 
   void publish() override { header(rank_)->version.fetch_add(1, std::memory_order_release); }
 
-  void await(int64_t version) override {
+  void await(int64_t version) override { await(&Header::version, version); }
+
+  void come_to(const Meeting& meeting) override {
+    header(rank_)->forward.store(meeting.forward, std::memory_order_relaxed);
+    header(rank_)->round.store(meeting.round, std::memory_order_release);
+  }
+  Meeting meeting(int rank) override {
+    const int64_t round = header(rank)->round.load(std::memory_order_acquire);
+    return {round, header(rank)->forward.load(std::memory_order_relaxed)};
+  }
+  void await_round(int64_t round) override { await(&Header::round, round); }
+  void set_reading(bool reading, int64_t finished) override {
+    header(rank_)->idle.store(reading ? -1 : 0, std::memory_order_release);
+    header(rank_)->finished.store(finished, std::memory_order_release);
+  }
+  void await_readers(int64_t finished) override {
+    await(&Header::finished, finished, /*but=*/rank_);
+    await(&Header::idle, 0, /*but=*/rank_);
+  }
+
+ private:
+  void await(std::atomic<int64_t> Header::*count, int64_t wanted, int but = -1) {
     const auto since = Clock::now();
     for (int rank = 0; rank < segments_->size(); ++rank) {
-      for (int64_t round = 0; header(rank)->version.load(std::memory_order_acquire) < version; ++round) {
-        if (round < 200) {
+      if (rank == but) continue;
+      for (int64_t looks = 0; (header(rank)->*count).load(std::memory_order_acquire) < wanted; ++looks) {
+        if (looks < 200) {
           std::this_thread::yield();
           continue;
         }
         std::this_thread::sleep_for(std::chrono::microseconds(50));
-        if (round % 1000 != 0) continue;
+        if (looks % 1000 != 0) continue;
         check_alive(rank);
         if (look_after_) look_after_(rank, since);
       }
     }
   }
 
- private:
   Header* header(int rank) const { return static_cast<Header*>(segments_->data(rank)); }
 
   void check_alive(int rank) const {

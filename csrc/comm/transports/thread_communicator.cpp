@@ -23,6 +23,8 @@ struct SharedRegions {
   ConditionVariable changed;
   std::vector<at::Tensor> regions;
   std::vector<int64_t> versions;
+  std::vector<PeerMemory::Meeting> meetings;
+  std::vector<std::pair<bool, int64_t>> reading;  // of each rank, and up to which round it has read
   bool closed = false;
 };
 
@@ -101,6 +103,8 @@ class Meeting {
       regions_ = std::make_shared<SharedRegions>();
       regions_->regions.resize(size_);
       regions_->versions.assign(size_, 0);
+      regions_->meetings.assign(size_, {});
+      regions_->reading.assign(size_, {});
     }
     regions_->regions[rank] = at::zeros({bytes}, at::TensorOptions().dtype(at::kByte));
     return regions_;
@@ -206,17 +210,47 @@ class ThreadPeerMemory : public PeerMemory {
     shared_->changed.notify_all();
   }
   void await(int64_t version) override {
-    std::unique_lock lock(shared_->mutex);
-    const auto ready = [&] {
-      for (int64_t theirs : shared_->versions)
-        if (theirs < version) return false;
+    await([version](const SharedRegions& shared) {
+      return all_of(shared.versions, [version](int64_t theirs) { return theirs >= version; });
+    });
+  }
+  void come_to(const Meeting& meeting) override {
+    std::lock_guard lock(shared_->mutex);
+    shared_->meetings[rank_] = meeting;
+    shared_->changed.notify_all();
+  }
+  Meeting meeting(int rank) override {
+    std::lock_guard lock(shared_->mutex);
+    return shared_->meetings[rank];
+  }
+  void await_round(int64_t round) override {
+    await([round](const SharedRegions& shared) {
+      return all_of(shared.meetings, [round](const Meeting& theirs) { return theirs.round >= round; });
+    });
+  }
+  void set_reading(bool reading, int64_t finished) override {
+    std::lock_guard lock(shared_->mutex);
+    shared_->reading[rank_] = {reading, finished};
+    shared_->changed.notify_all();
+  }
+  void await_readers(int64_t finished) override {
+    await([this, finished](const SharedRegions& shared) {
+      for (size_t rank = 0; rank < shared.reading.size(); ++rank) {
+        const auto& [reading, theirs] = shared.reading[rank];
+        if ((reading || theirs < finished) && static_cast<int>(rank) != rank_) return false;
+      }
       return true;
-    };
-    shared_->changed.wait(lock, [&] { return ready() || shared_->closed; });
-    if (!ready()) fail(ErrorKind::kRuntime, "another rank has left the group");
+    });
   }
 
  private:
+  template <typename Ready>
+  void await(const Ready& ready) {
+    std::unique_lock lock(shared_->mutex);
+    shared_->changed.wait(lock, [&] { return ready(*shared_) || shared_->closed; });
+    if (!ready(*shared_)) fail(ErrorKind::kRuntime, "another rank has left the group");
+  }
+
   std::shared_ptr<SharedRegions> shared_;
   int rank_;
 };

@@ -69,7 +69,8 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                       integer("io_multiplier", 1, "Write everything so many times (for measurements).").above(0),
                   })
               .absent_is_null(),
-      }));
+      })
+            .ignores_private());
   auto nebula = section("nebula", "Checkpoints by Azure Nebula.",
                         {
                             boolean("enabled", false, "Switch it on."),

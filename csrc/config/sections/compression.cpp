@@ -68,7 +68,7 @@ DS_CONFIG_CHAPTER(80, kTraining, "Compression") {
                              }),
                  },
                  {bits("start_bits", "Bits at the start."), bits("target_bits", "Bits at the end."),
-                  integer("quantization_period", 1, "Steps per bit.").above(0)}),
+                  integer("quantization_period", 1, "Steps per bit; 0 counts as 1.").at_least(0)}),
           method("activation_quantization", "Quantize activations.",
                  {
                      enabled(),

@@ -181,7 +181,7 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
                           data_sampling(),
                           data_routing(),
                       });
-  c.add(std::move(data));
+  c.add(data.ignores_private());
   auto curriculum = section("curriculum_learning", "Older curriculum over sequence length.",
                             {
                                 enabled(),

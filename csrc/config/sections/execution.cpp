@@ -36,6 +36,10 @@ DS_CONFIG_CHAPTER(97, kTraining, "Compilation and generation") {
                     list("passes", nullptr, "Passes to run; null chooses them by ZeRO stage.")
                         .items_one_of({"z1", "z3", "autosp", "autotp"}),
                 });
+  compile.ignores_old("backend", "engine.compile(backend=...) names the backend")
+      .ignores_old("disable", "a model is compiled where the script calls engine.compile()")
+      .ignores_old("enabled", "a model is compiled where the script calls engine.compile()")
+      .ignores_old("kwargs", "engine.compile(compile_kwargs=...) takes them");
   c.add(compile.not_built("DeepCompile", {"deepcompile"}));
   c.rule("compile: of offload_activation, offload_opt_states and offload_parameters at most one is on.",
          [](RuleContext& j) {

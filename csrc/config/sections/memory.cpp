@@ -23,18 +23,7 @@ DS_CONFIG_CHAPTER(55, kTraining, "Memory and storage") {
           boolean("synchronize_checkpoint_boundary", false, "Wait for the device at each boundary."),
           boolean("profile", false, "Time each checkpointed segment."),
       });
-  c.add(recompute);
-  c.rule("activation_checkpointing.contiguous_memory_optimization needs partition_activations and number_checkpoints.",
-         [](RuleContext& j) {
-           const std::string at = "activation_checkpointing.";
-           if (!j.on(at + "contiguous_memory_optimization")) return;
-           if (!j.on(at + "partition_activations"))
-             j.error({at + "partition_activations", at + "contiguous_memory_optimization"},
-                     "the second needs the first.", "Set \"partition_activations\" to true.");
-           if (j.is_null(at + "number_checkpoints"))
-             j.error({at + "number_checkpoints", at + "contiguous_memory_optimization"}, "the second needs the first.",
-                     "Set \"number_checkpoints\" to the number of layers.");
-         });
+  c.add(recompute.ignores_private());
 }
 
 }  // namespace ds::config

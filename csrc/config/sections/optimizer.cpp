@@ -19,7 +19,8 @@ DS_CONFIG_CHAPTER(20, kTraining, "Optimizer") {
                     table("params", nullptr, "Arguments of its constructor.").variants_by("type", optimizer_params()),
                     boolean("legacy_fusion", false, "Kept for old scripts that fused optimizer and fp16 wrapper.")
                         .not_built("the legacy fused fp16 optimizer"),
-                }));
+                })
+            .ignores_private());
   c.rule("optimizer.params.max_grad_norm is refused: gradient_clipping does that.", [](RuleContext& j) {
     if (!j.given("optimizer.params.max_grad_norm") || optimizer_params().count(j.text("optimizer.type")) == 0) return;
     j.error({"optimizer.params.max_grad_norm"}, "the built-in optimizers do not clip gradients.",

@@ -62,7 +62,7 @@ Fields adam() {
           fp32_states(),
           set_grad_none(),
           max_grad_norm(),
-          boolean("torch_adam", false, "Use torch.optim instead of the fused implementation."),
+          boolean("torch_adam", false, "Use torch.optim instead of the fused implementation.").true_for_any_text(),
           boolean("adam_w_mode", true, "Decoupled weight decay (AdamW) rather than L2.").alias("adamw_mode"),
           boolean("foreach", false, "With torch_adam: torch's multi-tensor form.").or_null(),
           boolean("fused", false, "With torch_adam: torch's fused form.").or_null(),

@@ -46,7 +46,7 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
       "tensor_parallel", "Split layers over ranks without a change of the model: AutoTP.",
       {
           text("dtype", "torch.float16", "Type of the parameters.").also(kPython),
-          integer("autotp_size", 0, "Ranks that share a layer; 0 switches it off.").at_least(0),
+          integer("autotp_size", 0, "Ranks that share a layer; 0 and 1 switch it off.").at_least(0).off_at(1),
           boolean("tp_overlap_comm", false, "Overlap its communication with computation."),
           validated("tp", "The group of ranks.",
                     {

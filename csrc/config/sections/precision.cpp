@@ -27,10 +27,13 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
                       integer("loss_scale_window", 1000, "Steps without overflow before the scale doubles."),
                       integer("hysteresis", 2, "Overflows before the scale halves.").at_least(1),
                       boolean("consecutive_hysteresis", false, "Only overflows in a row use the hysteresis up."),
-                      integer("min_loss_scale", 1, "The dynamic scale never falls below."),
+                      integer("min_loss_scale", 1, "The dynamic scale never falls below.").also(kFloat),
                       boolean("fp16_master_weights_and_grads", false, "Keep master weights and gradients in fp16 too.")
                           .not_built("fp16 master weights"),
-                  }));
+                  })
+            .ignores_old("fp16", "fp16.enabled switches half precision on")
+            .ignores_old("opt_level", "levels are apex's; the whole model trains in half precision")
+            .ignores_old("fp16_opt_level", "levels are apex's; the whole model trains in half precision"));
   auto bf16 =
       validated("bf16", "Train in bfloat16 with fp32 master weights.",
                 {
@@ -43,6 +46,10 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
                     boolean("bf16_optimizer_states", false, "Keep optimizer states in bf16 too.")
                         .not_built("bf16 optimizer states"),
                 });
+  for (const char* key : {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+                          "consecutive_hysteresis", "min_loss_scale"})
+    bf16.ignores_old(key, "bfloat16 trains without a loss scale");
+  bf16.ignores_old("auto_cast", "inputs of forward are not cast to bfloat16; cast them in the script");
   c.add(bf16.alias_when_absent("bfloat16"));
   auto amp = section("amp", "NVIDIA apex.",
                      {
@@ -73,6 +80,11 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
           dtype("param_dtype", "Type of the parameters."),
           dtype("buffer_dtype", "Type of floating-point buffers; null leaves them as they are."),
       }));
+  c.add(text("keep_in_fp32_modules", "auto",
+             "Modules whose buffers data_types.buffer_dtype leaves as they are: patterns of names, or auto: those that a "
+             "model of transformers names.")
+            .also(kList)
+            .items(kText));
 
   c.rule("fp16.enabled and bf16.enabled exclude each other.", [](RuleContext& j) {
     if (j.on("fp16.enabled") && j.on("bf16.enabled")) {
@@ -85,7 +97,7 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
            if (!j.on("fp16.enabled") || j.number("fp16.loss_scale") != 0) return;
            if (j.integer("fp16.loss_scale_window") <= 0)
              j.error({"fp16.loss_scale_window"}, "must be greater than 0.", "The default is 1000.");
-           if (j.integer("fp16.min_loss_scale") <= 0)
+           if (j.number("fp16.min_loss_scale") <= 0)
              j.error({"fp16.min_loss_scale"}, "must be greater than 0.", "The default is 1.");
          });
   c.rule("fp16_master_weights_and_grads and bf16_master_weights_and_grads need ZeRO stage 1, 2 or 3.", [](RuleContext&

@@ -14,7 +14,8 @@ DS_CONFIG_CHAPTER(60, kTraining, "Profiling") {
                     integer("top_modules", 1, "Modules shown per depth.").at_least(1),
                     boolean("detailed", true, "Print every module."),
                     text("output_file", nullptr, "File to write; null prints."),
-                }));
+                })
+            .ignores_private());
   c.add(validated(
       "comms_logger", "Record every collective: size, time, bandwidth.",
       {

@@ -19,7 +19,9 @@ Field warmup_unit() {
   return text("warmup_unit", nullptr, "What the warm-up counts; null: the unit.")
       .one_of({"steps", "samples", "tokens"});
 }
-Field warmup_type() { return text("warmup_type", "log", "Shape of the warm-up.").one_of({"log", "linear"}); }
+Field warmup_type() {
+  return text("warmup_type", "log", "Shape of the warm-up.").one_of({"log", "linear"}).reads_other_text_as("log");
+}
 Field warmup_steps() { return integer("warmup_num_steps", 1000, "Steps of warm-up.").at_least(0); }
 Field total_steps() {
   return integer("total_num_steps", nullptr, "Steps of the whole training.").at_least(0).required();
@@ -72,7 +74,8 @@ DS_CONFIG_CHAPTER(25, kTraining, "Learning rate") {
               .one_of({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
               .or_other("any class in torch.optim.lr_scheduler"),
           table("params", nullptr, "Arguments of its constructor.").variants_by("type", scheduler_params()),
-      }));
+      })
+            .ignores_private());
 }
 
 }  // namespace ds::config

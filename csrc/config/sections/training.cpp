@@ -13,6 +13,8 @@ DS_CONFIG_CHAPTER(30, kTraining, "Training step and messages") {
   c.add(boolean("dump_state", false, "Print the engine's state when it is made."));
   c.add(text("log_level", nullptr, "Level of the DeepSpeed logger.")
             .one_of_any_case({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}));
+  c.add(boolean("disable_python_gc", false,
+                "Python collects cyclic garbage only where the script calls engine.collect_python_gc()."));
   c.add(boolean("dataloader_drop_last", false, "Drop the last incomplete batch of an epoch."));
   c.add(boolean("graph_harvesting", false, "Capture the step in a CUDA graph.").not_built("graph harvesting"));
   c.add(integer("vocabulary_size", nullptr, "Rows of the model's embedding of words.")
@@ -27,6 +29,8 @@ DS_CONFIG_CHAPTER(30, kTraining, "Training step and messages") {
     if (j.integer("vocabulary_size") % 8 != 0) j.warn({"vocabulary_size"}, "a multiple of 8 uses tensor cores better.");
   });
   c.private_key("msamp");  // accelerate writes its own MS-AMP settings here
+  // Words of scripts that keep their own settings in this file, one letter away from a key of ours.
+  for (const char* word : {"map", "mode", "monitor", "timer"}) c.own_word(word);
 }
 
 }  // namespace ds::config

@@ -115,6 +115,10 @@ std::vector<Field> stage_3_fields() {
       size("stage3_prefetch_bucket_size", 50000000, "Elements fetched ahead.").alias("prefetch_bucket_size"),
       size("stage3_param_persistence_threshold", 100000, "Parameters with fewer elements stay gathered.")
           .alias("param_persistence_threshold"),
+      integer("stage3_param_persitance_threshold", nullptr, "A misspelling in old configurations.")
+          .at_least(0)
+          .deprecated_for("stage3_param_persistence_threshold")
+          .forwards(),
       size("stage3_model_persistence_threshold", kNoLimit, "Elements that may stay gathered in all.")
           .alias("model_persistence_threshold"),
       size("stage3_max_live_parameters", 1000000000, "Elements that may be gathered at one time.")
@@ -176,6 +180,11 @@ Field zero_section(std::string name, std::string doc) {
               .fallback_to(nullptr)
               .deprecated_for("offload_param")
               .forwards_true_as("device", "cpu"),
+          boolean("cpu_offload_params", false, "Older name.")
+              .or_null()
+              .fallback_to(nullptr)
+              .deprecated_for("offload_param")
+              .forwards_true_as("device", "cpu"),
           boolean("cpu_offload_use_pin_memory", false, "Old name; its value is not carried over.")
               .or_null()
               .fallback_to(nullptr)
@@ -213,17 +222,22 @@ Field zero_section(std::string name, std::string doc) {
       boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3)."),
       boolean("pipeline_loading_checkpoint", false,
               "The ranks of a machine load their masters and optimizer states one after the other (stage 3)."),
+      boolean("compute_grad_norm", true,
+              "false: engine.get_global_grad_norm() returns null. For stages 1 and 2 without gradient clipping."),
+      boolean("parameter_alignment", false, "Each parameter begins at a multiple of 16 bytes in its flat buffer.")
+          .no_effect("kernels take parameters at any address"),
       boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3)."),
       boolean("log_trace_cache_warnings", false, "Warn when the order of modules changes (stage 3).")
           .no_effect("a changed order costs nothing"),
-      boolean("enable_sanity_checks", false, "Check the engine's own bookkeeping.")
-          .no_effect("audit_steps checks more"),
+      boolean("enable_sanity_checks", false,
+              "A write into parameters inside `GatheredParameters` without a `modifier_rank` (stage 3) is an error."),
       boolean("save_muon_momentum_buffer_in_memory", false,
               "Keep Muon's momentum in memory where other states are on NVMe. (Elsewhere it is there anyway.)")
           .no_effect("the momentum rests where the other states do"),
       leaf_module(),
   };
   append(out.fields, rest);
+  out.ignores_old("grad_hooks", "gradients are reduced from hooks of autograd at every stage");
   return out;
 }
 
@@ -335,6 +349,15 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
                      std::to_string(steps) + ": gradients of the rest are added up over " + std::to_string(update) +
                      " steps, and a choice waits for the end of such an interval.");
       });
+  c.rule("compute_grad_norm false needs ZeRO stage 1 or 2 without gradient_clipping.", [](RuleContext& j) {
+    const std::string path = "zero_optimization.compute_grad_norm";
+    if (j.on(path)) return;
+    const int64_t stage = j.integer("zero_optimization.stage");
+    if (stage != 1 && stage != 2)
+      j.error({path, "zero_optimization.stage"}, "false is supported only with ZeRO Stage 1 or 2.", "Leave it out.");
+    if (j.number("gradient_clipping") > 0)
+      j.error({path, "gradient_clipping"}, "clipping needs the norm.", "Set \"gradient_clipping\" to 0.");
+  });
   c.rule("pipeline_loading_checkpoint is for stage 3.", [](RuleContext& j) {
     if (j.integer("zero_optimization.stage") != 3 && j.on("zero_optimization.pipeline_loading_checkpoint")) {
       j.warn({"zero_optimization.pipeline_loading_checkpoint", "zero_optimization.stage"},

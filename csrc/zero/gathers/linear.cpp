@@ -11,6 +11,11 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// All leading dimensions as one; -1 would not do for a tensor without elements.
+at::Tensor rows_of(const at::Tensor& tensor) {
+  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
+}
+
 struct LinearFunctionForZeroStage3 : torch::autograd::Function<LinearFunctionForZeroStage3> {
   static constexpr bool is_traceable = true;  // by torch's compiled autograd: the backward has operators only
 
@@ -27,10 +32,10 @@ struct LinearFunctionForZeroStage3 : torch::autograd::Function<LinearFunctionFor
     const at::Tensor &input = saved[0], &grad = grads[0];
     // create_graph: the weight is not gathered for that graph, so it keeps the values.
     const at::Tensor weight = at::GradMode::is_enabled() ? saved[1].view_as(saved[1]) : saved[1];
-    const at::Tensor rows = grad.reshape({-1, grad.size(-1)});
+    const at::Tensor rows = rows_of(grad);
     variable_list made(3);
     if (ctx->needs_input_grad(0)) made[0] = at::matmul(grad, weight);
-    if (ctx->needs_input_grad(1)) made[1] = at::matmul(rows.t(), input.reshape({-1, input.size(-1)}));
+    if (ctx->needs_input_grad(1)) made[1] = at::matmul(rows.t(), rows_of(input));
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) made[2] = rows.sum(0);
     return made;
   }

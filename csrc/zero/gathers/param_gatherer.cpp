@@ -89,8 +89,20 @@ void ParamGatherer::let_go(const std::vector<ShardedParam*>& params, bool keep) 
   for (ShardedParam* param : free) drop(*param);
 }
 
+bool ParamGatherer::written(ShardedParam& param) {
+  if (!param.available()) return false;
+  if (param.data_given && !param.kept) param.kept = source_->differs(param);
+  return param.kept || param.written();
+}
+
+void ParamGatherer::forget_written(ShardedParam& param) {
+  param.know_values();
+  param.data_given = false;
+}
+
 void ParamGatherer::drop(ShardedParam& param) {
   if (!param.available()) return;
+  if (options_.keeps_writes && written(param)) return;  // until the slices have taken the values
   live_ -= param.numel();
   param.release();
 }
@@ -128,13 +140,35 @@ void ParamGatherer::mark_persistent() {
 void ParamGatherer::refresh_persistent() {
   std::vector<ShardedParam*> stale;
   for (const ShardedParamPtr& param : params_) {
+    if (!param->available()) continue;
     if (param->holders == 0 || !param->buffer().defined()) {
-      drop(*param);
+      live_ -= param->numel();
+      param->release();  // the slices have what was written
     } else {
       stale.push_back(param.get());
     }
   }
   with_slices([&] { source_->refresh(stale); });
+  for (ShardedParam* param : stale) param->know_values();
+  for (const ShardedParamPtr& param : params_) param->know_slice();
+}
+
+// See ShardSource::meet_writes.
+void ParamGatherer::meet_writes() {
+  ++forwards_;
+  bool wrote = false;
+  for (const ShardedParamPtr& param : params_) wrote = wrote || param->slice_written();
+  if (!options_.keeps_writes || !source_->meet_writes(wrote, forwards_)) return;
+  std::vector<ShardedParam*> stale;
+  for (const ShardedParamPtr& param : params_)
+    if (param->available() && param->buffer().defined() && !param->written() && !param->kept)
+      stale.push_back(param.get());
+  source_->refresh(stale);
+  for (ShardedParam* param : stale) param->know_values();
+}
+
+void ParamGatherer::before_slice_write() {
+  with_slices([&] { source_->before_slice_write(); });
 }
 
 void ParamGatherer::drain() {
@@ -286,6 +320,7 @@ void ParamGatherer::end_backward_use(const UsePtr& use) {
 
 void ParamGatherer::begin_forward() {
   reset_uses();
+  with_slices([&] { meet_writes(); });
   in_forward_ = true;
   whole_ = std::make_shared<Use>();
   whole_->unit = -1;
@@ -295,6 +330,7 @@ void ParamGatherer::begin_forward() {
 
 void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   in_forward_ = false;
+  source_->end_forward();
   creates_graph_ = false;  // a gradient inside forward: the next backward is the one that uses its graph
   for (const UsePtr& use : running_) let_go(use->params, false);
   running_.clear();
@@ -320,6 +356,7 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
 void ParamGatherer::abandon_forward() {
   reset_uses();
   in_forward_ = false;
+  source_->end_forward();
   if (backward_.empty()) release_all();
 }
 

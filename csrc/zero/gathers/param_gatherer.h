@@ -36,6 +36,8 @@ struct GathererOptions {
   int64_t persistence_numel = 100000;    // parameters with fewer elements stay gathered
   int64_t model_persistence_numel = INT64_MAX;  // elements that may stay gathered in all
   int64_t prefetch_numel = 50000000;            // elements fetched ahead, where fetching takes waiting
+  // What the user writes into gathered values is kept until the engine's slices have taken it (UserWrites).
+  bool keeps_writes = false;
   // A slice of this rank could not be read: the other ranks wait for it, and are told.
   RankFailures::Tell on_failure = [](const std::exception&) {};
   StepClockPtr clock = std::make_shared<StepClock>();  // of the engine
@@ -71,6 +73,11 @@ class ParamGatherer {
   // For as long as a caller wants it.
   void acquire(const std::vector<ShardedParam*>& params);
   void release(const std::vector<ShardedParam*>& params);
+
+  // The user has written into the gathered values, and the slices have not taken it. No communication.
+  bool written(ShardedParam& param);
+  void forget_written(ShardedParam& param);  // it is not kept any more
+  void before_slice_write();                 // by the user, to a slice of this rank
 
   void mark_persistent();     // by size
   void refresh_persistent();  // after the shards have changed
@@ -108,6 +115,7 @@ class ParamGatherer {
   void hold(const std::vector<ShardedParam*>& params, bool ahead = true);
   void let_go(const std::vector<ShardedParam*>& params, bool keep);
   void drop(ShardedParam& param);
+  void meet_writes();
   void note(int32_t unit);
   void learn_trace();
   bool left_out(const Unit& unit) const;
@@ -129,6 +137,7 @@ class ParamGatherer {
   std::vector<UsePtr> backward_;  // uses that hold parameters in backward
   UsePtr whole_;                  // the call of the model itself: holds what was touched outside of all units
   bool in_forward_ = false;
+  int64_t forwards_ = 0;
   int64_t events_ = 0;  // starts and ends of backward parts
   // Held from a backward with create_graph, inside forward or not, to the end of the next one without.
   std::vector<ShardedParam*> saved_again_;

@@ -48,6 +48,16 @@ class ShardSource {
   virtual void expect(const std::vector<ShardedParam*>& params) { prefetch(params); }
   // Available parameters take the values that the shards have now, in place. Every rank calls it for the same ones.
   virtual void refresh(const std::vector<ShardedParam*>& params) = 0;
+  // When forward number `forward` of this rank begins; `wrote`: its user has written to slices since the last one.
+  // Where a rank has, all wait for each other, so that all read in that forward what was written before it; true then.
+  // Where nobody has, nobody waits. Fails where this rank has read slices in that forward that another one has written
+  // before. By collectives each rank sends its slice when it has come as far, and nobody has to meet.
+  virtual bool meet_writes(bool /*wrote*/, int64_t /*forward*/) { return false; }
+  // This rank's forward has ended; the user is about to write to slices of this rank, which waits until others' have.
+  virtual void end_forward() {}
+  virtual void before_slice_write() {}
+  // The gathered values are others than the slices, as far as that can be known without the other ranks.
+  virtual bool differs(const ShardedParam& param) { return param.own_part_differs(); }
   // Around a change of shards, which every rank makes: nobody reads them any more; what is there now is valid.
   virtual void before_write() = 0;
   virtual void after_write() = 0;

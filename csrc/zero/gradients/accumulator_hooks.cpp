@@ -23,31 +23,33 @@ class FiredHook : public torch::autograd::FunctionPostHook {
 };
 
 // Autograd would copy the gradient into the shape that a released parameter has, which is none.
-class ReleasedHook : public torch::autograd::FunctionPreHook {
+class EnteringHook : public torch::autograd::FunctionPreHook {
  public:
-  explicit ReleasedHook(at::Tensor param) : param_(std::move(param)) {}
+  EnteringHook(AccumulatorHooks::Entering entering, at::Tensor released)
+      : entering_(std::move(entering)), released_(std::move(released)) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    const at::Tensor& grad = grads.at(0);
-    if (!grad.defined() || grad.sizes() == param_.sizes()) return grads;
-    param_.mutable_grad() = grad.detach();
+    if (!grads.at(0).defined()) return grads;
+    at::Tensor grad = entering_(grads[0]);
+    if (!released_.defined() || grad.sizes() == released_.sizes()) return {std::move(grad)};
+    released_.mutable_grad() = grad.detach();
     return {at::Tensor()};
   }
 
  private:
-  at::Tensor param_;
+  const AccumulatorHooks::Entering entering_;
+  at::Tensor released_;  // a parameter whose data may be away; else undefined
 };
 
 }  // namespace
 
-int64_t AccumulatorHooks::add(const at::Tensor& param, std::function<void()> fired, bool comes_and_goes) {
+int64_t AccumulatorHooks::add(const at::Tensor& param, Entering entering, std::function<void()> fired,
+                              bool comes_and_goes) {
   Hooked hooked;
   hooked.accumulator = torch::autograd::impl::grad_accumulator(param);
   hooked.fired = hooked.accumulator->add_post_hook(std::make_unique<FiredHook>(std::move(fired)));
-  if (comes_and_goes) {
-    auto released = std::make_unique<ReleasedHook>(param);
-    hooked.released = released.get();
-    hooked.accumulator->add_pre_hook(std::move(released));
-  }
+  auto before = std::make_unique<EnteringHook>(std::move(entering), comes_and_goes ? param : at::Tensor());
+  hooked.entering = before.get();
+  hooked.accumulator->add_pre_hook(std::move(before));
   hooks_.push_back(std::move(hooked));
   return static_cast<int64_t>(hooks_.size()) - 1;
 }
@@ -60,8 +62,8 @@ void AccumulatorHooks::clear() {
   for (Hooked& hooked : hooks_) {
     hooked.accumulator->del_post_hook(hooked.fired);
     auto& before = hooked.accumulator->pre_hooks();
-    const auto is_ours = [&](const auto& hook) { return hook.get() == hooked.released; };
-    if (hooked.released) erase_if(before, is_ours);
+    const auto is_ours = [&](const auto& hook) { return hook.get() == hooked.entering; };
+    erase_if(before, is_ours);
   }
   hooks_.clear();
 }

@@ -9,30 +9,38 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
+#include "comm/c10d_compat.h"
 
 namespace ds::zero {
 
 namespace {
 
+using torch::autograd::Node;
+
 // A node of the graph through which gradients enter the model, or leave it; it passes on the result of `passed`. A hook
 // on an output would also see the gradient of another output that was computed from it: a model that returns its loss
 // and its logits would get the factor twice.
-class GraphHook : public torch::autograd::Node {
+class GraphHook : public Node {
  public:
   using Passed = std::function<at::Tensor(const at::Tensor&)>;
-  explicit GraphHook(Passed passed) : passed_(std::move(passed)) {}
+  // `entered`: the session into whose model gradients come here; null: they leave it.
+  GraphHook(const BackwardSession* entered, Passed passed) : entered_(entered), passed_(std::move(passed)) {}
   std::string name() const override { return "DeepSpeedGraphHook"; }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     return {passed_(grads.at(0))};
   }
+  const BackwardSession* entered() const { return entered_; }
 
  private:
+  const BackwardSession* entered_;
   Passed passed_;
 };
 
 // Later uses of `tensor` lead to the hook, and from there to the node that computed `source`.
-void add_graph_hook(const at::Tensor& tensor, const at::Tensor& source, GraphHook::Passed passed) {
-  auto hook = std::make_shared<GraphHook>(std::move(passed));
+void add_graph_hook(const at::Tensor& tensor, const at::Tensor& source, const BackwardSession* entered,
+                    GraphHook::Passed passed) {
+  auto hook = comm::compat::make_node<GraphHook>(entered, std::move(passed));
   hook->set_next_edges({torch::autograd::impl::gradient_edge(source)});
   hook->add_input_metadata(tensor);
   torch::autograd::impl::set_gradient_edge(tensor, {std::move(hook), 0});
@@ -47,7 +55,7 @@ void BackwardSession::register_hooks() {
     const ShardedParamPtr& sharded = store_.spec(param).sharded;
     const auto add = [&] {
       hooked_[param] = hooks_.add(
-          tensor,
+          tensor, [this](const at::Tensor& grad) { return entering(grad); },
           [this, param] {
             const StepClock::Guest here(*store_.storage()->clock());
             failures_.guard([&] { grads_.on_grad(param); });
@@ -65,7 +73,7 @@ void BackwardSession::register_hooks() {
 void BackwardSession::begin(bool reduce, const at::Tensor& root) {
   if (own_backward_) end();  // it did not raise, or it would have been aborted; only its root saw no gradient
   register_hooks();
-  user_backward_ = false;
+  user_backward_ = at_outputs_ = false;
   own_backward_ = true;
   grads_.begin(reduce);
   if (!root.defined() || !root.requires_grad()) return;
@@ -86,24 +94,16 @@ void BackwardSession::queue_end() {
   });
 }
 
-void BackwardSession::forget_reached() {
-  const std::lock_guard<std::mutex> lock(reached_mutex_);
-  reaching_.clear();
-}
-
 void BackwardSession::leave_root() {
   if (root_.defined()) root_.remove_hook(root_hook_);
   root_ = at::Tensor();
 }
 
 void BackwardSession::end() {
-  {
-    const std::lock_guard<std::mutex> lock(reached_mutex_);
-    reached_.merge(std::exchange(reaching_, {}));
-  }
+  reached_.keep();
   own_backward_ = false;
   const bool by_user = user_backward_;
-  user_backward_ = false;
+  user_backward_ = at_outputs_ = false;
   leave_root();
   failures_.guard([this] {
     if (gatherer_) {
@@ -116,10 +116,10 @@ void BackwardSession::end() {
 }
 
 bool BackwardSession::abort() {
-  forget_reached();
+  reached_.forget();
   own_backward_ = false;
   if (user_backward_) store_.storage()->clock()->leave_last(Phase::kBackward);
-  user_backward_ = false;
+  user_backward_ = at_outputs_ = false;
   leave_root();
   if (gatherer_) gatherer_->end_backward();
   return grads_.abort();
@@ -127,9 +127,9 @@ bool BackwardSession::abort() {
 
 bool BackwardSession::abort_together() {
   if (!grads_.reducing()) return abort();
-  forget_reached();
+  reached_.forget();
   own_backward_ = false;
-  user_backward_ = false;
+  user_backward_ = at_outputs_ = false;
   leave_root();
   if (gatherer_) gatherer_->end_backward();
   try {
@@ -162,46 +162,135 @@ void BackwardSession::finish() {
   grads_.finish();
 }
 
+// ---- a backward of the user ---------------------------------------------------------------------------------------
+
+// See [Note: the factor of a user's backward].
+at::Tensor BackwardSession::entering(const at::Tensor& grad) const {
+  if (own_backward_) return grad;
+  const double scale = at_outputs_ ? 1.0 : loss_scale_ / outer_factor_;
+  // What comes without a loss scale, of a backward that has not come through an output.
+  if (scale != 1.0 && outer_factor_ == 1.0) refuse_other_ways();
+  const double factor = scale * user_factor_;
+  return factor == 1.0 ? grad : at::mul(grad, factor);
+}
+
+void BackwardSession::refuse_other_ways() {
+  fail(ErrorKind::kRuntime,
+       "this loss.backward() reaches parameters of the model by other ways than the outputs of engine(...): a penalty "
+       "on weights, a call of engine.module, a tensor that the model keeps, or gradients of torch.autograd.grad. With "
+       "fp16 the loss scale comes in at the outputs alone, and those terms would lack it. Call engine.backward(loss), "
+       "or engine.scale(loss).backward(), which scale the whole loss");
+}
+
+// Whether the running backward leaves gradients in .grad of these parameters: torch.autograd.grad does not.
+bool BackwardSession::accumulates() const {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (!wanted || wanted->empty()) return true;
+  return any_of(hooked_, [&](int64_t number) {
+    if (number < 0) return false;
+    const auto found = wanted->find(hooks_.node(number));
+    return found != wanted->end() && found->second.needed_;
+  });
+}
+
+// Whether all ways of the running backward into this model lead through outputs of forward.
+bool BackwardSession::only_through_outputs() const {
+  const std::unordered_set<Node*>* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (!nodes) return false;
+  const auto is_output = [this](const Node* node) {
+    const auto* hook = dynamic_cast<const GraphHook*>(node);
+    return hook && hook->entered() == this;
+  };
+  const auto leaves = [](const Node* node) {
+    const auto* hook = dynamic_cast<const GraphHook*>(node);
+    return hook && !hook->entered();
+  };
+  std::unordered_set<const Node*> inside;  // nodes that gradients of outputs come to, up to where they leave the model
+  std::vector<const Node*> open;
+  for (const Node* node : *nodes)
+    if (is_output(node)) open.push_back(node);
+  while (!open.empty()) {
+    const Node* const node = open.back();
+    open.pop_back();
+    for (const auto& edge : node->next_edges())
+      if (edge.is_valid() && inside.insert(edge.function.get()).second && !leaves(edge.function.get()))
+        open.push_back(edge.function.get());
+  }
+  std::unordered_set<const Node*> leaves_of_model;  // accumulators: nothing but the inside may lead there
+  for (const int64_t number : hooked_)
+    if (number >= 0) leaves_of_model.insert(hooks_.node(number));
+  return none_of(*nodes, [&](const Node* node) {
+    if (is_output(node) || (inside.count(node) && !leaves(node))) return false;
+    return any_of(node->next_edges(), [&](const auto& edge) {
+      return edge.is_valid() && !is_output(edge.function.get()) &&
+             (inside.count(edge.function.get()) || leaves_of_model.count(edge.function.get()));
+    });
+  });
+}
+
+// A gradient has come to an output of forward.
+at::Tensor BackwardSession::enter(const at::Tensor& grad) {
+  if (own_backward_) return grad;
+  if (!user_backward_) {
+    if (!accumulates()) {
+      queue_gathers_end();
+      return grad;
+    }
+    at_outputs_ = loss_scale_ != outer_factor_;
+    if (at_outputs_ && !only_through_outputs()) {
+      at_outputs_ = false;
+      if (outer_factor_ == 1.0) refuse_other_ways();
+    }
+    user_backward_ = had_user_backward_ = true;
+    store_.storage()->clock()->enter(Phase::kBackward);
+    grads_.begin(user_reduce_);
+    queue_end();
+  }
+  const double factor = output_factor();
+  return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
+}
+
+// torch.autograd.grad: what it has gathered goes when it ends.
+void BackwardSession::queue_gathers_end() {
+  if (!gatherer_ || std::exchange(gathers_end_queued_, true)) return;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = self_()] {
+    const auto alive = weak.lock();
+    if (!alive) return;
+    alive->gathers_end_queued_ = false;
+    alive->failures_.guard([&] {
+      alive->gatherer_->end_backward();
+      alive->gatherer_->drain();
+    });
+  });
+}
+
 at::Tensor BackwardSession::hook_input(const at::Tensor& input) {
   const auto left = [weak = self_()](const at::Tensor& grad) -> at::Tensor {
     const auto session = weak.lock();
     if (!session || session->own_backward_) return grad;
-    const double factor = session->hook_factor();
+    const double factor = session->output_factor();
     return factor == 1.0 || !grad.defined() ? grad : at::div(grad, factor);
   };
   at::Tensor inside = input.detach();
-  add_graph_hook(inside, input, left);
+  add_graph_hook(inside, input, nullptr, left);
   return inside;
 }
 
-void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs) {
+void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs, int64_t forward) {
   if (user_backward_) abort_together();  // it raised half-way: its callback never ran
-  const std::weak_ptr<BackwardSession> weak = self_();
-  const auto entered = [weak, forward = forwards_](const at::Tensor& grad) -> at::Tensor {
+  gathers_end_queued_ = false;
+  const auto entered = [weak = self_(), forward](const at::Tensor& grad) -> at::Tensor {
     const auto session = weak.lock();
     if (!session) return grad;
-    {
-      const std::lock_guard<std::mutex> lock(session->reached_mutex_);
-      session->reaching_.insert(forward);
-    }
-    if (session->own_backward_) return grad;
-    if (!session->user_backward_) {
-      session->user_backward_ = session->had_user_backward_ = true;
-      session->store_.storage()->clock()->enter(Phase::kBackward);
-      session->grads_.begin(session->user_reduce_);
-      session->queue_end();
-    }
-    const double factor = session->hook_factor();
-    return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
+    session->reached_.reach(forward);
+    return session->enter(grad);
   };
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& output : outputs) {
-    if (!output.requires_grad() || !seen.insert(output.unsafeGetTensorImpl()).second) continue;
-    if (output.grad_fn()) {
-      add_graph_hook(output, output, entered);  // other results of the model do not pass the hook
-    } else {
-      output.register_hook(entered);
-    }
+    // A leaf, such as a parameter that the model returns, is nothing that forward has computed. Other results of the
+    // model do not pass the hook.
+    if (!output.requires_grad() || !output.grad_fn() || !seen.insert(output.unsafeGetTensorImpl()).second) continue;
+    add_graph_hook(output, output, this, entered);
   }
 }
 

@@ -1,11 +1,18 @@
 // One backward after the other: hooks on parameters, graph hooks around the model, when gradients are reduced.
+//
+// [Note: the factor of a user's backward]
+// A backward that the user runs starts with the loss as it is, so its gradients are multiplied by a factor, loss scale
+// over accumulation steps. They are where they arrive at a parameter: a loss may have other terms than outputs of
+// forward, such as a penalty on weights, and may be a function of gradients (torch.autograd.grad with create_graph).
+// The loss scale is there for the small 16-bit gradients of activations, though, and has to come in at the outputs of
+// forward. Then a gradient that reaches a parameter by another way would lack it: such a loss is refused.
+//
+// torch.autograd.grad, which leaves nothing in .grad of parameters, is no backward, and its results have no factor.
 #pragma once
 #include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -13,6 +20,7 @@
 #include "zero/gradients/grad_reducer.h"
 #include "zero/gathers/param_gatherer.h"
 #include "zero/rank_failures.h"
+#include "zero/gradients/reached_forwards.h"
 
 namespace ds::zero {
 
@@ -40,34 +48,29 @@ class BackwardSession {
   bool abort_together();
 
   // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves.
-  // The latest plan counts. It says whether that backward reduces, and the factor (loss scale over accumulation
-  // steps) that the gradients are multiplied by as they come in.
-  void hook_outputs(const std::vector<at::Tensor>& outputs);
+  // The latest plan counts. It says whether that backward reduces, the loss scale, and what gradients are multiplied by
+  // besides.
+  void hook_outputs(const std::vector<at::Tensor>& outputs, int64_t forward);
   // Of tensors that came into the model from elsewhere in the graph: what the gradients leave through, which divides
-  // by that factor again.
+  // by what the outputs have multiplied with.
   at::Tensor hook_input(const at::Tensor& input);
-  void plan(bool reduce, double factor) {
+  void plan(bool reduce, double loss_scale, double factor) {
+    register_hooks();
     user_reduce_ = reduce;
+    loss_scale_ = loss_scale;
     user_factor_ = factor;
   }
   // The gradients of the next backward that come from outside have been multiplied by it. Until the next forward.
   void set_outer_factor(double factor) { outer_factor_ = factor; }
-  // Returns the number of this forward; the first one has number 1.
-  int64_t forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double factor) {
-    register_hooks();
+  // Returns the number of this forward among reached().
+  int64_t forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double loss_scale, double factor) {
     outer_factor_ = 1.0;
-    plan(reduce, factor);
-    ++forwards_;
-    hook_outputs(outputs);
-    return forwards_;
+    plan(reduce, loss_scale, factor);
+    const int64_t forward = reached_.add();
+    hook_outputs(outputs, forward);
+    return forward;
   }
-  // Numbers of the forwards whose outputs a backward has reached since this was called last, in order. A backward that
-  // has raised reached none.
-  std::vector<int64_t> take_reached() {
-    const std::lock_guard<std::mutex> lock(reached_mutex_);
-    const std::set<int64_t> taken = std::exchange(reached_, {});
-    return {taken.begin(), taken.end()};
-  }
+  ReachedForwards& reached() { return reached_; }
 
   void finish();  // before a step: what backwards have left is reduced
   // Once for each micro-step in which begin was not called. True when there was no backward by the user either, and no
@@ -81,9 +84,14 @@ class BackwardSession {
   void release() { hooks_.clear(); }
 
  private:
-  double hook_factor() const { return user_factor_ / outer_factor_; }
+  double output_factor() const { return at_outputs_ ? loss_scale_ / outer_factor_ : 1.0; }
+  at::Tensor entering(const at::Tensor& grad) const;
+  bool accumulates() const;
+  bool only_through_outputs() const;
+  [[noreturn]] static void refuse_other_ways();
+  at::Tensor enter(const at::Tensor& grad);
+  void queue_gathers_end();
   void leave_root();
-  void forget_reached();  // of a backward that has raised
   void queue_end();
 
   ParamStore& store_;
@@ -93,15 +101,15 @@ class BackwardSession {
   const std::function<std::weak_ptr<BackwardSession>()> self_;
   std::vector<int64_t> hooked_;     // of each parameter its number among the hooks, or -1
   bool had_user_backward_ = false;  // since the last step or join
-  int64_t forwards_ = 0;
-  std::mutex reached_mutex_;    // hooks may come from one thread per device
-  std::set<int64_t> reached_;   // numbers of forwards, see take_reached
-  std::set<int64_t> reaching_;  // the same of the backward under way
+  ReachedForwards reached_;
   bool own_backward_ = false;   // begin was called by our caller
   at::Tensor root_;             // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;
   bool user_backward_ = false;  // by a hook on an output
   bool user_reduce_ = true;
+  bool at_outputs_ = false;  // the loss scale comes in there, in the user's backward that runs
+  bool gathers_end_queued_ = false;
+  double loss_scale_ = 1.0;
   double user_factor_ = 1.0;
   double outer_factor_ = 1.0;
   AccumulatorHooks hooks_;  // last: gone before what they call

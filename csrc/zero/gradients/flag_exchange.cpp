@@ -21,14 +21,15 @@ void FlagExchange::sum(BackwardFlags& flags) const {
     const SpaceSet& set = store_.sets()[s];
     if (set.ranks.alone()) continue;
     const bool of_all = s == 0;
-    const size_t count = set.params.size() + buckets_[s].size() + (of_all ? flags.failed_ranks.size() : 0);
+    const size_t count = set.params.size() + buckets_[s].size() + (of_all ? flags.failed_ranks.size() + flags.agreed.size() : 0);
     at::Tensor sent = at::empty({static_cast<int64_t>(count)}, at::TensorOptions().dtype(at::kFloat));
     const auto each = [&](const auto& visit) {
       float* value = sent.data_ptr<float>();
       for (int32_t param : set.params) visit(*value++, flags.used[static_cast<size_t>(param)]);
       for (int32_t bucket : buckets_[s]) visit(*value++, flags.late[static_cast<size_t>(bucket)]);
-      if (of_all)
-        for (float& failed : flags.failed_ranks) visit(*value++, failed);
+      if (!of_all) return;
+      for (float& failed : flags.failed_ranks) visit(*value++, failed);
+      for (float& bit : flags.agreed) visit(*value++, bit);
     };
     each([](float& wire, float flag) { wire = flag; });
     const at::Tensor shared = device.is_cpu() ? sent : sent.to(device);

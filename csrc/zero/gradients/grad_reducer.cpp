@@ -47,8 +47,13 @@ void GradReducer::begin(bool reduce) {
   make_room();
   if (!reduce) store_.need_local();
   views_.detach();
-  for (SlotState& slot : filled_)
-    if (slot != SlotState::kEmpty) slot = SlotState::kEarlier;
+  for (size_t param = 0; param < store_.size(); ++param) {
+    if (filled(param)) {
+      filled_[param] = SlotState::kEarlier;
+    } else {
+      views_.forget(param);
+    }
+  }
   grad_uses_.begin();
   next_bucket_ = 0;
   counts_.overlapped = 0;
@@ -103,6 +108,10 @@ void GradReducer::on_grad(size_t param) {
     store_.need_local();
     const bool ours = views_.shows(param) && !held.is_sparse() && held.data_ptr() == views_.slot(param).data_ptr();
     if (!ours) {
+      if (views_.shows(param)) {  // the user has taken what was there, or put this there
+        filled_[param] = SlotState::kEmpty;
+        views_.forget(param);
+      }
       bucket_of(param).slots = at::Tensor();
       absorb(param, held);
       bucket_of(param).slots = at::Tensor();
@@ -224,7 +233,9 @@ void GradReducer::exchange_flags() {
     flags.late[bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
   flags.failed_ranks = failed_rank(device_, rank_);
+  flags.agreed = agreement_.bits();
   flags_->sum(flags);
+  agreed_ = Agreement::agrees(flags.agreed);
   failed_ranks_ = flags.failed_ranks;
   for (size_t param = 0; param < store_.size(); ++param) {
     if (flags.used[param] == 0.0f) continue;
@@ -278,7 +289,7 @@ void GradReducer::close() {
   if (failed_ranks_[0] == 0.0f) grad_uses_.learn();  // one that raised on a rank has not fired everything there
   views_.attach(filled_);
   phase_ = Phase::kIdle;
-  if (failed_ranks_[0] == 0.0f) return arrivals_ == Arrivals::kTold ? listener_->ended() : void();
+  if (failed_ranks_[0] == 0.0f && agreed_) return arrivals_ == Arrivals::kTold ? listener_->ended() : void();
   withdraw();
   // Of one backward, and everything added to them before: what a kernel has left out cannot be told from the rest.
   clear();
@@ -288,10 +299,14 @@ void GradReducer::end() {
   if (!active()) return;
   at::NoGradGuard no_grad;
   close();
-  if (failed_ranks_[0] == 0.0f) return;
+  const bool agreed = std::exchange(agreed_, true);
+  if (failed_ranks_[0] == 0.0f && agreed) return;
+  const std::string dropped = " The gradients since the last step are dropped, on every rank.";
+  if (failed_ranks_[0] == 0.0f)
+    agreement_.refuse(store_.everyone(), store_.device(), dropped);
   const std::array<float, 2> ranks = std::exchange(failed_ranks_, {});
   fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), ranks.data(), rank_),
-       " The gradients since the last step are dropped, on every rank.");
+       dropped);
 }
 
 bool GradReducer::abort_together() {
@@ -308,6 +323,7 @@ bool GradReducer::abort_together() {
   }
   close();
   failed_ranks_ = {};
+  agreed_ = true;
   device_.take_failure();  // the caller knows
   return lost;
 }
@@ -367,70 +383,6 @@ void GradReducer::join() {
   grad_uses_.forget_last(learned);
 }
 
-// Takes what the user has left in .grad; if gradients are sharded, it is this rank's contribution to the sum.
-void GradReducer::adopt_user_grads() {
-  views_.adopt(filled_, [this](size_t param, const at::Tensor& grad) {
-    GradBucket& bucket = bucket_of(param);
-    changes(bucket);
-    make_room();
-    store_.need_local();
-    const at::Tensor slots = store_.space_of(param).local.data.narrow(0, bucket.begin, bucket.numel);
-    slots_.put(param, slots, bucket.begin, grad, 1.0f, filled(param));
-    filled_[param] = SlotState::kEarlier;
-    dirty_ = true;
-  });
-}
-
-void GradReducer::set_grad_dtype(c10::optional<at::ScalarType> type) {
-  if (type == store_.grad_dtype()) return;
-  if (active()) fail(ErrorKind::kRuntime, "the type of gradients cannot change while a backward runs");
-  at::NoGradGuard no_grad;
-  adopt_user_grads();
-  store_.set_grad_dtype(type);
-  views_.forget_slots();
-  reduction_.memory().clear();
-  views_.attach(filled_);
-}
-
-bool GradReducer::has_local(size_t param) const {
-  const ParamSpace& space = store_.space_of(param);
-  return !space.in_place && filled(param) && space.local.exists();
-}
-
-void GradReducer::set_local(size_t param, const at::Tensor& grad) {
-  if (active()) fail(ErrorKind::kRuntime, "a gradient cannot be set while a backward runs");
-  at::NoGradGuard no_grad;
-  adopt_user_grads();
-  make_room();
-  store_.need_local();
-  GradBucket& bucket = bucket_of(param);
-  changes(bucket);
-  const at::Tensor slots = store_.space_of(param).local.data.narrow(0, bucket.begin, bucket.numel);
-  slots_.put(param, slots, bucket.begin, grad, 1.0f, false);
-  filled_[param] = SlotState::kEarlier;
-  dirty_ = true;
-  if (views_.shows(param)) views_.attach(param);
-}
-
-void GradReducer::set_used(size_t param) {
-  if (store_.space_of(param).in_place) {
-    filled_[param] = SlotState::kEarlier;
-    if (views_.shows(param)) views_.attach(param);
-    return;
-  }
-  GradBucket& bucket = bucket_of(param);
-  if (store_.grad_buffer_aliased()) store_.split_grad_buffer();
-  if (!bucket.row_holds) reduction_.zero_row(bucket);
-  bucket.row_holds = true;
-  used_[param] = 1;
-}
-
-bool GradReducer::any() const {
-  for (size_t param = 0; param < store_.size(); ++param)
-    if (filled(param) || used_[param] || store_.spec(param).tensor.grad().defined()) return true;
-  return false;
-}
-
 void GradReducer::clear() {
   if (active()) abort();
   arrivals_ = Arrivals::kUnwanted;
@@ -442,6 +394,7 @@ void GradReducer::clear() {
   fill(used_, 0);
   store_.alias_grad_buffer();
   views_.detach();
+  for (size_t param = 0; param < store_.size(); ++param) views_.forget(param);
   dirty_ = false;
   nonfinite_.clear();
 }

@@ -62,7 +62,7 @@ class GradReducer {
 
   void begin(bool reduce);  // a backward starts; `reduce`: the ranks add up what it leaves
   // It has ended; after a reducing one every rank holds its part of the sum. Fails on every rank where a kernel has
-  // failed on one of them, in whatever thread.
+  // failed on one of them, in whatever thread, and where they do not agree.
   void end();
   bool abort();  // it raised; true when gradients of earlier micro-steps were lost with it
   // It raised on this rank, perhaps on no other. Where the ranks reduce together, this one takes part in the rest of
@@ -73,6 +73,7 @@ class GradReducer {
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
   void join();                 // the part of a rank without a backward in the reduction of the others'
   void clear();                // forget all gradients; .grad becomes undefined
+  void follow_moves() { views_.follow_moves(); }  // after planes of gradients have moved
   void set_grad_dtype(c10::optional<at::ScalarType> type);  // see ParamStore; not while active
   bool active() const { return phase_ != Phase::kIdle; }
   bool reducing() const { return phase_ == Phase::kReducing; }
@@ -92,6 +93,7 @@ class GradReducer {
     int64_t overlapped = 0;  // buckets that left before backward's end
   };
   const Counts& counts() const { return counts_; }
+  Agreement& agreement() { return agreement_; }
   GradUseCounter& grad_uses() { return grad_uses_; }
   const GradUseCounter& grad_uses() const { return grad_uses_; }
   // Of what arrives before backward's end; null: nobody. Only where this rank's row comes of one collective (no
@@ -154,6 +156,8 @@ class GradReducer {
   std::vector<at::Tensor> late_;   // gradients that came after their bucket had left
   GradUseCounter grad_uses_;
   std::array<float, 2> failed_ranks_{};  // in the backward that ends: how many, and the sum of rank + 1
+  Agreement agreement_;
+  bool agreed_ = true;  // in the backward that ends
   NonfiniteGrads nonfinite_;
   Counts counts_;
 };

@@ -6,8 +6,20 @@ const at::Tensor& GradViews::slot(size_t param) {
   const ParamSpec& spec = store_.spec(param);
   at::Tensor& view = slots_[param];
   if (!view.defined() || view.requires_grad() || view.sizes() != spec.sizes() || view.strides() != spec.strides())
-    view = store_.grad_view(param);
+    view = store_.own_grad_view(param);
   return view;
+}
+
+void GradViews::forget(size_t param) {
+  at::Tensor& view = slots_[param];
+  if (!view.defined() || (view.use_count() == 1 && view.storage().use_count() == 1)) return;
+  store_.leave_with_values(view);
+  view = at::Tensor();
+}
+
+void GradViews::follow_moves() {
+  for (size_t param = 0; param < slots_.size(); ++param)
+    if (slots_[param].defined()) store_.follow_move(slots_[param], param);
 }
 
 void GradViews::attach(const std::vector<SlotState>& filled) {
@@ -37,9 +49,12 @@ void GradViews::adopt(std::vector<SlotState>& filled, const Elsewhere& elsewhere
       grad = at::Tensor();
       continue;
     }
-    const at::Tensor& slot = this->slot(param);
-    const bool ours = shows(param) && !grad.is_sparse() && grad.data_ptr() == slot.data_ptr();
-    if (!ours) device_.copy(slot, grad, 1.0f);
+    const bool ours =
+        shows(param) && !grad.is_sparse() && grad.numel() > 0 && grad.data_ptr() == slot(param).data_ptr();
+    if (!ours) {
+      forget(param);
+      device_.copy(slot(param), grad, 1.0f);
+    }
     filled[param] = SlotState::kEarlier;
     if (!shows(param)) grad = at::Tensor();
   }

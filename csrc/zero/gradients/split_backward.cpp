@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/ranges.h"
+#include "comm/c10d_compat.h"
 #include "zero/torch_compat.h"
 
 namespace ds::zero {
@@ -25,7 +26,7 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-using NodePtr = std::shared_ptr<Node>;
+using comm::compat::NodePtr;
 using Leaves = std::unordered_set<Node*>;
 
 // Keeps the gradients that came into a boundary, as a hook of it.

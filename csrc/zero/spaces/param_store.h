@@ -87,6 +87,11 @@ class ParamStore {
   at::Tensor view(size_t param, const at::Tensor& full) const;
 
   at::Tensor grad_view(size_t param) const { return view(param, space_of(param).grad.data); }
+  // The same with a storage of its own, as parameters have: others that refer to it are seen, and can be left with it.
+  at::Tensor own_grad_view(size_t param) const;
+  void follow_move(const at::Tensor& own_grad_view, size_t param) const;  // after the plane of gradients has moved
+  // A tensor with a storage of its own, which nobody here uses any more: its memory is its own, with the same values.
+  void leave_with_values(const at::Tensor& own) const;
 
   // See [Note: a storage for each parameter]. Whether the data of a parameter is its view of the flat buffer.
   bool at_home(size_t param) const;
@@ -137,6 +142,7 @@ class ParamStore {
   // Bytes this rank holds, by what for: lp, master, grad, local, slots.
   std::vector<std::pair<std::string, int64_t>> held_bytes() const;
 
+  const std::vector<ShardedParamPtr>& others() const { return others_; }  // sharded ones that are not trained
   // All sharded parameters: the trained ones, then the others.
   std::vector<ShardedParamPtr> sharded_params() const;
   // They again, by the ranks among which they are sharded: everyone's first. StoreOptions::allocate was called for

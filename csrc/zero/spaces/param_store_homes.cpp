@@ -51,6 +51,33 @@ void ParamStore::make_home(size_t param, at::IntArrayRef sizes, at::IntArrayRef 
   specs_[param].home = view_of_own(space.lp.data, space.map.offsets[index], space.map.numels[index], sizes, strides);
 }
 
+at::Tensor ParamStore::own_grad_view(size_t param) const {
+  const ParamSpace& space = space_of(param);
+  const ParamSpec& spec = specs_[param];
+  const auto index = positions_[param].index;
+  return view_of_own(space.grad.data, space.map.offsets[index], space.map.numels[index], spec.sizes(), spec.strides());
+}
+
+void ParamStore::follow_move(const at::Tensor& own_grad_view, size_t param) const {
+  const at::Tensor& grads = space_of(param).grad.data;
+  const bool here = grads.storage().nbytes() > 0;
+  c10::StorageImpl* storage = own_grad_view.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(part_of(grads, space_of(param).map.offsets[positions_[param].index]));
+  storage->set_nbytes(here ? static_cast<size_t>(positions_[param].numel) * grads.element_size() : size_t{0});
+}
+
+void ParamStore::leave_with_values(const at::Tensor& own) const {
+  const c10::DeviceGuard current(device_);
+  c10::StorageImpl* left = own.storage().unsafeGetStorageImpl();
+  const auto bytes = static_cast<int64_t>(left->nbytes());
+  if (bytes == 0) return;
+  const at::Tensor copy = at::empty({bytes}, at::TensorOptions().device(device_).dtype(at::kByte));
+  copy.copy_(at::empty({0}, copy.options()).set_(own.storage(), 0, {bytes}, {1}));
+  auto* kept = new c10::Storage(copy.storage());
+  left->set_data_ptr_noswap(
+      {copy.data_ptr(), kept, [](void* storage) { delete static_cast<c10::Storage*>(storage); }, copy.device()});
+}
+
 void ParamStore::follow_moves() {
   for (size_t param = 0; param < specs_.size(); ++param) {
     const at::Tensor& home = specs_[param].home;
@@ -103,15 +130,7 @@ void ParamStore::bring_home(size_t param, const at::Tensor& value) {
   const at::Tensor from = value.detach();
   if (spec.home.storage().use_count() > 1) {
     // Other tensors refer to the old view: they keep its values, in memory of their own.
-    if (home_is_here(param) && spec.home.numel() > 0) {
-      c10::StorageImpl* left = spec.home.storage().unsafeGetStorageImpl();
-      const int64_t bytes = static_cast<int64_t>(left->nbytes());
-      const at::Tensor copy = at::empty({bytes}, at::TensorOptions().device(device_).dtype(at::kByte));
-      copy.copy_(at::empty({0}, copy.options()).set_(spec.home.storage(), 0, {bytes}, {1}));
-      auto* kept = new c10::Storage(copy.storage());
-      left->set_data_ptr_noswap(
-          {copy.data_ptr(), kept, [](void* storage) { delete static_cast<c10::Storage*>(storage); }, copy.device()});
-    }
+    if (home_is_here(param) && spec.home.numel() > 0) leave_with_values(spec.home);
     make_home(param, spec.home.sizes().vec(), spec.home.strides().vec());
   }
   spec.home.copy_(from);

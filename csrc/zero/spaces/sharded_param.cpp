@@ -3,10 +3,19 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "base/error.h"
 #include "plan/shard_map.h"
 
 namespace ds::zero {
+
+uint32_t version_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return 0;
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  return version.enabled() ? static_cast<uint32_t>(version.current_version()) : 0;
+}
 
 ShardedParam::ShardedParam(const at::Tensor& tensor, std::string name, int64_t parts, int64_t rank)
     : tensor_(tensor.getIntrusivePtr()), name_(std::move(name)), parts_(parts), rank_(rank) {
@@ -122,11 +131,24 @@ void ShardedParam::move_shard(const SliceHome& home) {
 }
 
 at::Tensor ShardedParam::slice_tensor() const {
-  if (!offloaded()) return shard_;
-  // On the host memory that lasts is had by a lease there.
-  const auto rests = home_.storage->resting(home_.plane, home_.range);
-  if (!rests) return slice(storage::Access::kRead).data().clone();
-  return home_.storage->acquire(home_.plane, home_.range, storage::Access::kRead, *rests).data().narrow(0, 0, slice_);
+  at::Tensor now = shard_;
+  if (offloaded()) {
+    // On the host memory that lasts is had by a lease there.
+    const auto rests = home_.storage->resting(home_.plane, home_.range);
+    if (!rests) return slice(storage::Access::kRead).data().clone();
+    now = home_.storage->acquire(home_.plane, home_.range, storage::Access::kRead, *rests).data().narrow(0, 0, slice_);
+  }
+  const bool same = handed_.defined() && handed_.is_alias_of(now) && handed_.data_ptr() == now.data_ptr() &&
+                    handed_.sizes() == now.sizes();
+  if (same) return handed_;
+  handed_ = now.variable_data();  // with a version of its own
+  handed_version_ = version_of(handed_);
+  return handed_;
+}
+
+void ShardedParam::know_slice() {
+  slice_set_ = false;
+  handed_version_ = version_of(handed_);
 }
 
 void ShardedParam::set_slice(const at::Tensor& values) {
@@ -134,12 +156,15 @@ void ShardedParam::set_slice(const at::Tensor& values) {
   if (!in_file() && values.is_alias_of(slice_tensor())) return;
   const SliceLease now = slice(storage::Access::kUpdate);
   now.data().copy_(values);
+  slice_set_ = true;
 }
 
 void ShardedParam::take_full(const at::Tensor& buffer) {
   at::NoGradGuard no_grad;
   buffer_ = buffer;
   set_data(buffer.as_strided(sizes_, strides_, buffer.storage_offset()));
+  know_values();
+  data_given = false;
   set_status(ParamStatus::kAvailable);
 }
 
@@ -168,8 +193,45 @@ at::Tensor ShardedParam::gathered() const {
   return ordered.as_strided({numel_}, {1}, 0);
 }
 
+bool ShardedParam::written() const {
+  if (!available()) return false;
+  const at::Tensor now = tensor();
+  if (!now.defined()) return false;
+  return version_of(now) != known_version_ ||
+         (numel_ > 0 && buffer_.defined() && now.has_storage() && now.data_ptr() != buffer_.data_ptr());
+}
+
+void ShardedParam::know_values() {
+  known_version_ = version_of(tensor());
+  kept = false;
+}
+
+bool ShardedParam::own_part_differs() const {
+  at::NoGradGuard no_grad;
+  const at::Tensor values = gathered();
+  if (own_numel() <= 0 || !values.defined() || values.is_meta()) return false;
+  const SliceLease now = slice(storage::Access::kRead);
+  const at::Tensor own = now.data().narrow(0, 0, own_numel());
+  return !at::equal(own, values.narrow(0, own_begin(), own_numel()).to(own.device()));
+}
+
+double ShardedParam::checksum() const {
+  const at::Tensor values = gathered().cpu();
+  const auto* bytes = static_cast<const unsigned char*>(values.data_ptr());
+  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, eight bytes at a time
+  const auto count = static_cast<size_t>(values.numel()) * values.element_size();
+  for (size_t at = 0; at < count; at += sizeof hash) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + at, std::min(sizeof word, count - at));
+    hash = (hash ^ word) * 0x100000001b3u;
+    hash ^= hash >> 29;
+  }
+  return static_cast<double>((hash >> 12) + 1);  // exact in a double
+}
+
 bool ShardedParam::write_back() {
   at::NoGradGuard no_grad;
+  know_values();
   const at::Tensor values = gathered();
   if (own_numel() <= 0 || !values.defined() || values.is_meta()) return false;
   if (buffer_.defined() && tensor().data_ptr() != buffer_.data_ptr()) {

@@ -16,6 +16,9 @@
 
 namespace ds::zero {
 
+// How often a tensor was written in place; 0 of one that was made in inference mode, where nobody counts.
+uint32_t version_of(const at::Tensor& tensor);
+
 enum class ParamStatus { kAvailable = 1, kNotAvailable = 2, kInflight = 3 };
 
 class ShardedParam {
@@ -58,9 +61,12 @@ class ShardedParam {
   void move_shard(const at::Tensor& home);  // copies the slice to `home`, which is the shard from now on
   void move_shard(const SliceHome& home);   // the same to a plane
   // The slice as a tensor that outlives leases: its memory where it rests in memory, else a copy. `values` of such a
-  // copy, changed, are kept by set_slice().
+  // copy, changed, are kept by set_slice(). Nobody but the user writes to it.
   at::Tensor slice_tensor() const;
   void set_slice(const at::Tensor& values);
+  // The user has written to the slice since know_slice().
+  bool slice_written() const { return slice_set_ || version_of(handed_) != handed_version_; }
+  void know_slice();
   void cast(at::ScalarType type);  // of a parameter that is not available
 
   ParamStatus status() const { return status_; }
@@ -77,6 +83,16 @@ class ShardedParam {
   bool write_back();
   // The gathered values in memory order, numel() elements; undefined while not available.
   at::Tensor gathered() const;
+
+  // What the user writes into the gathered values, outside of GatheredParameters with a modifier_rank, counts as in a
+  // process without an engine: such a parameter is not released before the slices have taken it (UserWrites).
+  // written(): in place, or by another tensor as param.data. `data_given`: param.data was handed out, and writes to that
+  // are not counted, so that whoever releases the parameter compares it with the slices; `kept`: it found another value.
+  bool written() const;
+  void know_values();
+  bool own_part_differs() const;  // from the slice
+  double checksum() const;        // of the gathered values: not 0
+  bool data_given = false, kept = false;
 
   // Runs `body` while the tensor has its whole shape, without the values: autograd remembers the shape of a parameter
   // from when it first sees it.
@@ -111,6 +127,10 @@ class ShardedParam {
   SliceHome home_;
   at::Tensor buffer_;
   ParamStatus status_ = ParamStatus::kAvailable;
+  uint32_t known_version_ = 0;  // of the tensor
+  mutable at::Tensor handed_;   // slice_tensor() that lasts
+  mutable uint32_t handed_version_ = 0;
+  bool slice_set_ = false;
 };
 using ShardedParamPtr = std::shared_ptr<ShardedParam>;
 

@@ -10,11 +10,10 @@ namespace ds::zero {
 
 namespace {
 
-// 0 for a tensor made in inference mode, which has none.
-uint32_t version_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return 0;
-  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
-  return version.enabled() ? static_cast<uint32_t>(version.current_version()) : 0;
+// The gathered values are others than the slice, because of the user.
+bool is_written(const ShardedParam& param) {
+  return param.available() && (param.written() || param.kept ||
+                               (param.data_given && !param.slice_written() && param.own_part_differs()));
 }
 
 }  // namespace
@@ -29,6 +28,7 @@ void UserWrites::know() {
 }
 
 void UserWrites::know(size_t param) {
+  if (const ShardedParamPtr& sharded = store_.spec(param).sharded) sharded->know_values();
   versions_[param] = version_of(store_.spec(param).tensor);
   came_home_[param] = 0;
 }
@@ -50,11 +50,10 @@ std::vector<size_t> UserWrites::found() {
   std::vector<size_t> written;
   for (size_t param = 0; param < store_.size(); ++param) {
     const ParamSpec& spec = store_.spec(param);
-    if (!spec.sharded && !store_.space_of(param).has_masters()) continue;
-    if (!came_home_[param] && versions_[param] == version_of(spec.tensor)) continue;
-    if (spec.sharded && !spec.sharded->available()) {
-      know(param);  // the written values were dropped with the gathered ones, unless they are in the slices
-    } else {
+    const bool has_masters = store_.space_of(param).has_masters();
+    if (spec.sharded) {
+      if (is_written(*spec.sharded) || (has_masters && spec.sharded->slice_written())) written.push_back(param);
+    } else if (has_masters && (came_home_[param] || versions_[param] != version_of(spec.tensor))) {
       written.push_back(param);
     }
   }
@@ -62,15 +61,23 @@ std::vector<size_t> UserWrites::found() {
 }
 
 void UserWrites::adopt() {
+  for (const ShardedParamPtr& other : store_.others()) {
+    if (!is_written(*other)) continue;
+    before_change_();
+    if (other->write_back()) add_name(other->name());
+  }
   const std::vector<size_t> written = found();
   if (written.empty()) return;
   at::NoGradGuard no_grad;
   before_change_();
   for (size_t param : written) {
-    const std::string& name = store_.spec(param).name;
-    if (adopt(param) && !contains(names_, name)) names_.push_back(name);
+    if (adopt(param)) add_name(store_.spec(param).name);
     know(param);
   }
+}
+
+void UserWrites::add_name(const std::string& name) {
+  if (!contains(names_, name)) names_.push_back(name);
 }
 
 bool UserWrites::adopt(size_t param) {
@@ -82,7 +89,7 @@ bool UserWrites::adopt(size_t param) {
       fail(ErrorKind::kRuntime, "parameter '", spec.name,
            "' has changed its shape or dtype after "
            "deepspeed.initialize: the optimizer's states no longer fit. Change it before initialize");
-    changed = spec.sharded->write_back();
+    if (is_written(*spec.sharded)) changed = spec.sharded->write_back();
   }
   if (!space.has_masters()) return changed;
   const auto index = store_.position(param).index;

@@ -11,6 +11,9 @@
 // There is no version of what is written through `param.data` in place (param.data.copy_(...)) or through numpy. Where
 // masters are the weights, such a write counts all the same; elsewhere the next step writes over it.
 //
+// Sharded parameters count such writes themselves (ShardedParam::written), also those through `param.data`, and are not
+// released before their slices have the values, frozen ones included.
+//
 // Nothing here communicates: every rank looks at its own tensors, and takes what it owns. All ranks have to write the
 // same values, as they have to for a model without an engine.
 #pragma once
@@ -45,6 +48,7 @@ class UserWrites {
   void know(size_t param);
   std::vector<size_t> found();
   bool adopt(size_t param);
+  void add_name(const std::string& name);
 
   ParamStore& store_;
   const std::function<void()> before_change_;

@@ -36,9 +36,14 @@ from deepspeed.activation_checkpointing.tensors import (
 )
 from deepspeed.config import DeepSpeedConfigAssertionError
 from deepspeed.config.getters import resolved_sections
-from deepspeed.log import log_dist
-from deepspeed.utils.random_state import CudaRNGStatesTracker, get_cuda_rng_tracker
+from deepspeed.log import log_dist, logger
+from deepspeed.utils.random_state import MODEL_PARALLEL, CudaRNGStatesTracker, get_cuda_rng_tracker, set_device_state
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
+
+# gpt-neox reads these names.
+_CUDA_RNG_STATE_TRACKER = get_cuda_rng_tracker()
+_MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
+_set_cuda_rng_state = set_device_state
 
 __all__ = [
     "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "configure_from", "detach_variable",
@@ -126,10 +131,19 @@ def configure(
 
 def configure_from(config, mpu=None):
     """``configure`` for an engine: does nothing if the section of the DeepSpeedConfig ``config`` sets nothing, so
-    that settings of a script stay."""
+    that settings of a script stay. Without the keys that its buffers need, contiguous_memory_optimization is left out
+    with a warning: scripts that call ``configure`` themselves hear of it as an error there."""
     section = config.activation_checkpointing_config
-    if any(section[key] not in (None, False) for key, _ in _KEYS.values()):
-        configure(mpu, deepspeed_config=config)
+    if not any(section[key] not in (None, False) for key, _ in _KEYS.values()):
+        return
+    contiguous = section["contiguous_memory_optimization"]
+    missing = [key for key in ("partition_activations", "number_checkpoints") if contiguous and not section[key]]
+    if missing:
+        logger.warning(
+            f"activation_checkpointing.contiguous_memory_optimization is left out, because it needs "
+            f"{' and '.join(missing)} as well."
+        )
+    configure(mpu, deepspeed_config=config, contiguous_checkpointing=contiguous and not missing)
 
 
 def _section(config):

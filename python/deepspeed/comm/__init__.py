@@ -18,6 +18,8 @@ from deepspeed.comm.collectives import (
     allgather_fn,
     barrier,
     broadcast,
+    P2POp,
+    batch_isend_irecv,
     broadcast_object_list,
     gather,
     inference_all_reduce,

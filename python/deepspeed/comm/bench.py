@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import collectives, process_group
 from deepspeed.comm.bandwidth import bandwidths, readable_size
 from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.host.command_line import program
 
 DTYPES = {"float": torch.float32, "float32": torch.float32, "half": torch.float16, "float16": torch.float16,
           "bfloat16": torch.bfloat16}  # fmt: skip
@@ -83,6 +84,7 @@ def add_starts(parser):
     return parser
 
 
+@program("ds_bench")
 def main(args=None):
     """Starts the ranks with the launcher, when that is asked for or this process is no rank; returns the exit code."""
     words = list(sys.argv[1:] if args is None else args)

@@ -267,6 +267,28 @@ def irecv(tensor, src=None, group=None, tag=0, prof=False, log_name="irecv", deb
     return current_backend().irecv(tensor, src, group, tag)
 
 
+class P2POp:
+    """A send or receive for ``batch_isend_irecv``.
+
+    Args:
+        op: ``deepspeed.comm.isend`` or ``irecv``, or torch's. tensor: what is sent, or what is filled. peer: the global rank
+        of the other side. group, tag: as for ``isend``.
+    """
+
+    def __init__(self, op, tensor, peer=None, group=None, tag=0):
+        name = getattr(op, "__name__", "")
+        if name not in ("isend", "irecv"):
+            raise ValueError(f"op is {op!r}; a P2POp takes deepspeed.comm.isend or deepspeed.comm.irecv")
+        self.op, self.sends, self.tensor, self.peer, self.group, self.tag = op, name == "isend", tensor, peer, group, tag
+
+
+def batch_isend_irecv(p2p_op_list):
+    """Starts all of a list of ``P2POp``; returns their handles. Messages may cross: no order between ranks is needed."""
+    if not p2p_op_list or not all(isinstance(one, P2POp) for one in p2p_op_list):
+        raise ValueError("batch_isend_irecv takes a list of deepspeed.comm.P2POp that is not empty")
+    return current_backend().batch_isend_irecv(p2p_op_list)
+
+
 # ---- meeting points -----------------------------------------------------------------------------------------------
 @timed_op
 def barrier(

@@ -181,6 +181,14 @@ class TorchBackend(Backend):
     def irecv(self, tensor, src=None, group=None, tag=0):
         return dist.irecv(tensor, src, group=group, tag=tag)
 
+    def batch_isend_irecv(self, ops):
+        if all(one.tensor.device.type == "cpu" for one in ops):
+            start = {True: self.isend, False: self.irecv}
+            return [start[one.sends](one.tensor, one.peer, one.group, one.tag) for one in ops]
+        start = {True: dist.isend, False: dist.irecv}
+        made = [dist.P2POp(start[one.sends], one.tensor, one.peer, one.group, one.tag) for one in ops]
+        return dist.batch_isend_irecv(made)
+
     # ---- meeting points and groups -------------------------------------------------------------------------------
     def barrier(self, group=None, async_op=False, device_ids=None):
         if ours := communicators.of(group, None):

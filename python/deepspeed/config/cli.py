@@ -3,16 +3,20 @@
 import argparse
 import sys
 
-from deepspeed._native import _C, DeepSpeedConfigError
-from deepspeed.config.config import resolve
+from deepspeed._native import _C
+from deepspeed.config.config import LEFT_TO_TRAINER, resolve
+from deepspeed.host.command_line import check_output, program
 
 ROOTS = ("training", "inference", "ragged_inference")
 
 
 def explain(path, world=None):
-    """The text of ``ds_config explain`` and whether the configuration is free of conflicts."""
+    """The text of ``ds_config explain`` and whether the configuration is free of conflicts.
+
+    Values that a trainer fills in ("auto", batch sizes) are listed under a title of their own and are not conflicts.
+    """
     native, ranks, source = resolve(path, world_size=world, given_as="--world")
-    broken = any(issue["severity"] == "error" for issue in native.issues())
+    broken = any(issue["severity"] == "error" and issue["code"] != LEFT_TO_TRAINER for issue in native.issues())
     return f"Data-parallel ranks: {ranks} ({source})\n{native.explain()}", not broken
 
 
@@ -73,30 +77,24 @@ def _write(text, output):
     if output is None:
         sys.stdout.write(text)
         return 0
-    try:
-        with open(output, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        print(f"ds_config: {output} cannot be written: {error.strerror}.", file=sys.stderr)
-        return 2
+    check_output(output, "--output")
+    with open(output, "w", encoding="utf-8") as file:
+        file.write(text)
     return 0
 
 
+@program("ds_config", code=2)
 def main(argv=None):
     """Exit status: 0 fine (diff: equal), 1 conflicts (diff: different), 2 the input cannot be read."""
     arguments = parser().parse_args(argv)
-    try:
-        if arguments.command == "explain":
-            text, fine = explain(arguments.file, arguments.world)
-            print(text, end="")
-            return 0 if fine else 1
-        if arguments.command == "diff":
-            lines = difference(arguments.a, arguments.b, arguments.world)
-            print("\n".join(lines) if lines else "No difference.")
-            return 1 if lines else 0
-    except DeepSpeedConfigError as error:
-        print(f"ds_config: {error}", file=sys.stderr)
-        return 2
+    if arguments.command == "explain":
+        text, fine = explain(arguments.file, arguments.world)
+        print(text, end="")
+        return 0 if fine else 1
+    if arguments.command == "diff":
+        lines = difference(arguments.a, arguments.b, arguments.world)
+        print("\n".join(lines) if lines else "No difference.")
+        return 1 if lines else 0
     text = _C.config.docs() if arguments.command == "docs" else _C.config.json_schema(arguments.of)
     return _write(text, arguments.output)
 

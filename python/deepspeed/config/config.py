@@ -21,12 +21,15 @@ from deepspeed.config.world import (
 )
 from deepspeed.log import logger
 
+LEFT_TO_TRAINER = _C.config.LEFT_TO_TRAINER  # the code of issues about values that a trainer fills in
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 BUILTIN_OPTIMIZERS = "Adam AdamW Adagrad Lamb OneBitAdam ZeroOneAdam OneBitLamb Lion Muon MuAdam MuAdamW MuSGD".split()
 
 # Attributes that are a key of the top level under its own name.
 PLAIN = BATCH_KEYS + (
     "managed_gradient_accumulation",
+    "disable_python_gc",
+    "keep_in_fp32_modules",
     "steps_per_print",
     "wall_clock_breakdown",
     "memory_breakdown",
@@ -172,7 +175,8 @@ def _plan_batch(native, sizes, world, source):
         lines = [f"{key} on line {native.line(key)}" for key in BATCH_KEYS if native.line(key)]
         where = f" ({', '.join(lines)})" if lines else ""
         causes = [key for key in BATCH_KEYS if native.line(key)] or list(BATCH_KEYS)
-        native.add_error("batch", causes, f"{error}{where}", True)
+        left = sizes[0] is None and sizes[1] is None  # as in files that transformers or accelerate complete
+        native.add_error(LEFT_TO_TRAINER if left else "batch", causes, f"{error}{where}", True)
         return
     for key, given, value in zip(BATCH_KEYS, sizes, planned):
         if given is None:

@@ -6,12 +6,12 @@ ds_postmortem blame DIR --model FILE.py:make    names the first bad tensor, its 
 """
 
 import argparse
-import sys
 
 from deepspeed.diagnosis.blame import blame, compare
 from deepspeed.diagnosis.bundle import Bundle, BundleError
 from deepspeed.diagnosis.ranks import RanksReplay
 from deepspeed.diagnosis.replay import Replay, forward_loss, function_of
+from deepspeed.host.command_line import program
 
 
 def replay_lines(bundle, replay):
@@ -25,6 +25,7 @@ def replay_lines(bundle, replay):
         yield f"{what}: {told if gaps else 'none was saved'}"
 
 
+@program("ds_postmortem")
 def main(given=None):
     parser = argparse.ArgumentParser("ds_postmortem", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -34,22 +35,18 @@ def main(given=None):
     more = "(model, arguments of forward, values of keep_for_postmortem) -> loss; without it the model returns the loss"
     parser.add_argument("--step", metavar="FILE.py:FUNCTION", help=more)
     chosen = parser.parse_args(given)
-    try:
-        bundle, replay = Bundle(chosen.folder), None
-        if chosen.command == "replay" and not chosen.model:
-            raise BundleError("replay needs --model FILE.py:function, which returns the model as the script builds it")
-        if chosen.command != "show" and chosen.model and not (chosen.command == "blame" and bundle.refusal):
-            if bundle.cut:
-                replay = RanksReplay(bundle, chosen.model, chosen.step)
-            else:
-                step = function_of(chosen.step, "--step") if chosen.step else forward_loss
-                replay = Replay(bundle, function_of(chosen.model, "--model"), step)
-        if chosen.command == "blame":
-            lines = (f"{name}: {value}" for name, value in blame(bundle, replay)._asdict().items())
+    bundle, replay = Bundle(chosen.folder), None
+    if chosen.command == "replay" and not chosen.model:
+        raise BundleError("replay needs --model FILE.py:function, which returns the model as the script builds it")
+    if chosen.command != "show" and chosen.model and not (chosen.command == "blame" and bundle.refusal):
+        if bundle.cut:
+            replay = RanksReplay(bundle, chosen.model, chosen.step)
         else:
-            lines = bundle.lines() if chosen.command == "show" else replay_lines(bundle, replay)
-        print("\n".join(lines))
-    except BundleError as error:
-        print(f"ds_postmortem: {error}", file=sys.stderr)
-        return 1
+            step = function_of(chosen.step, "--step") if chosen.step else forward_loss
+            replay = Replay(bundle, function_of(chosen.model, "--model"), step)
+    if chosen.command == "blame":
+        lines = (f"{name}: {value}" for name, value in blame(bundle, replay)._asdict().items())
+    else:
+        lines = bundle.lines() if chosen.command == "show" else replay_lines(bundle, replay)
+    print("\n".join(lines))
     return 0

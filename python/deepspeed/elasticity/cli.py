@@ -4,9 +4,9 @@ import argparse
 import json
 import sys
 
-from deepspeed._native import DeepSpeedConfigError
 from deepspeed.config.read import read
 from deepspeed.elasticity.elasticity import compute_elastic_config
+from deepspeed.host.command_line import program
 from deepspeed.version import __version__
 
 
@@ -20,15 +20,12 @@ def parse_args(args=None):
     return parser.parse_args(args)
 
 
+@program("ds_elastic: error")
 def main(args=None):
     """Exit code: 0, or 1 with what is wrong."""
     options = parse_args(args)
-    try:
-        config = read(options.config).raw()
-        found = compute_elastic_config(config, __version__, world_size=options.world_size)
-    except (DeepSpeedConfigError, OSError) as error:
-        print(f"ds_elastic: error: {error}", file=sys.stderr)
-        return 1
+    config = read(options.config).raw()
+    found = compute_elastic_config(config, __version__, world_size=options.world_size)
     rule = "-" * 42
     print(rule, "Elasticity config:", rule, json.dumps(config["elasticity"], indent=4, sort_keys=True), rule, sep="\n")
     print("Calculated results:", rule, f"final_batch_size .... {found[0]}", sep="\n")

@@ -16,6 +16,7 @@ from deepspeed.log import log_dist, logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.by_name import is_native
 from deepspeed.zero.errors import ZeRORuntimeException
+from deepspeed.zero.parameters.param_ranks import shape_of
 
 OWN_OPERATIONS = "operations of torch"  # the kernels of csrc/zero/any_kernels.cpp
 KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
@@ -46,6 +47,21 @@ def check_device(engine):
     if problems:
         texts = [text if alone else f"data-parallel rank {rank}: {text}" for rank, text in problems]
         raise RuntimeError(f"this engine cannot train on {device}. {'; '.join(texts)}")
+
+
+def check_trained(engine):
+    """Raises ValueError for a parameter of the optimizer that the model lacks: nobody would gather it at stage 3, and
+    no checkpoint would have its value."""
+    known = set(map(id, engine.module.parameters()))
+    for index, group in enumerate(engine.trained_groups):
+        for position, param in enumerate(group):
+            if id(param) not in known:
+                raise ValueError(
+                    f"parameter {position} of group {index} of the optimizer, of shape {tuple(shape_of(param))}, is "
+                    "not in the model that is passed to deepspeed.initialize: checkpoints, which are of the model, "
+                    "would lack its value. Make it an attribute of the model (model.name = parameter) before "
+                    "deepspeed.initialize, or leave it to an optimizer of its own"
+                )
 
 
 def check_file(engine, path, key):

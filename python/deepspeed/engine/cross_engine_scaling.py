@@ -1,10 +1,11 @@
 """Engines of one process whose models meet in one graph: a generator and its judge, a model that is fed its own output.
 
-[Note: factors] An engine multiplies the gradients that come into its model by a factor (loss scale over accumulation
-steps), at a graph hook behind each output. Where another tensor of the graph went into the model, a second graph hook
-divides by the factor again, so that the rest of the graph, with other engines in it, has the gradient of the loss as
-the user wrote it. ``engine.backward`` multiplies the loss itself (16-bit gradients of a small loss would vanish on
-their way to the graph hook), so all other engines learn by how much, and their graph hooks take it into account.
+[Note: factors] An engine multiplies the gradients of a script's own backward by a factor where they arrive at its
+parameters (csrc/zero/gradients/backward_session.h). The loss scale of fp16 comes in at a graph hook behind each output.
+Where another tensor of the graph went into the model, a second graph hook divides by it again, so that the rest of the
+graph, with other engines in it, has the gradient of the loss as the user wrote it. ``engine.backward`` multiplies the
+loss itself (16-bit gradients of a small loss would vanish on their way to the graph hook), so all other engines learn
+by how much, and take it into account.
 """
 
 import weakref
@@ -21,12 +22,16 @@ def enter(engine):
     _engines.add(engine)
 
 
+def others_of(engine):
+    """The other engines that have a core."""
+    return [other for other in list(_engines) if other is not engine and other.core is not None]
+
+
 def tell_others(engine, factor):
     """To all but ``engine``: the next backward starts with ``factor`` times the gradient of the loss."""
     if len(_engines) > 1:
-        for other in list(_engines):
-            if other is not engine and other.core is not None:
-                other.core.set_outer_factor(factor)
+        for other in others_of(engine):
+            other.core.set_outer_factor(factor)
 
 
 def with_graph_hooks(core, inputs, kwargs):

@@ -39,7 +39,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
 
     _ranks = ranks_of
     has_moe_layers = False  # whether the model has layers of deepspeed.moe
-    _destroyed = False
+    _destroyed = _taken_over = False
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         if self.seq_parallel_group is not None:
             gradients.train_on(self, self.seq_parallel_group)
         self._parts.make(self)
+        self._agreement.compare_configurations()
         # Steps at an accumulation boundary, skipped ones included; and the same since this engine was made.
         self.global_steps = self.gas_boundary_ctr = 0
         self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -172,6 +173,11 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         return self.core is not None and self.stepping is not None
 
     def _need_alive(self, what):
+        if self._taken_over:
+            raise RuntimeError(
+                f"{what}: a later deepspeed.initialize has made another engine of this engine's model, which ended "
+                "this one. Use the engine that it returned"
+            )
         if self._destroyed:
             raise RuntimeError(
                 f"{what}: engine.destroy() has ended this engine; make a new one with deepspeed.initialize, or call "

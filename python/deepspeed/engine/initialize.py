@@ -8,11 +8,11 @@ from deepspeed.config import DeepSpeedConfig, choose_config
 from deepspeed.config.world import MeshShape
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.pipeline_engine import PipelineEngine
+from deepspeed.engine.pipeline_engine import DualPipeVEngine, PipelineEngine
 from deepspeed.git_version_info import git_branch, git_hash
 from deepspeed.log import log_dist
 from deepspeed.ops.muon import set_optimizer_flags
-from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.version import __version__
 
 
@@ -74,7 +74,8 @@ def initialize(
     dist.configure(deepspeed_config=parsed)
     configure_from(parsed, mpu)
     set_optimizer_flags(parsed, model)
-    engine = (PipelineEngine if pipeline else DeepSpeedEngine)(
+    pipelines = DualPipeVEngine if isinstance(model, DualPipeVModule) else PipelineEngine
+    engine = (pipelines if pipeline else DeepSpeedEngine)(
         args=args,
         model=model,
         optimizer=optimizer,

@@ -221,3 +221,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 PipelineEngine._INSTRUCTION_MAP = {kind: getattr(PipelineEngine, name) for kind, name in INSTRUCTIONS.items()}
+
+
+class DualPipeVEngine(PipelineEngine):
+    """The engine of a ``DualPipeVModule``."""

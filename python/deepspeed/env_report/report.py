@@ -11,6 +11,7 @@ from deepspeed.env_report import native
 from deepspeed.env_report.op_report import WIDTH, op_lines, op_warnings, title
 from deepspeed.env_report.torch_facts import torch_facts
 from deepspeed.host import cpu, cuda_toolkit, devices, numa
+from deepspeed.host.command_line import program
 from deepspeed.host.programs import output_of
 
 _LABEL_WIDTH = 33
@@ -141,6 +142,7 @@ def main(hide_operator_status=False, hide_errors_and_warnings=False):
     print("\n".join(lines + ["-" * WIDTH]))
 
 
+@program("ds_report")
 def cli_main(args=None):
     """``ds_report``; returns the exit code 0."""
     parser = argparse.ArgumentParser(prog="ds_report", description="Shows what DeepSpeed can do on this machine.")

@@ -31,7 +31,6 @@ from deepspeed.zero.parameters.param_ranks import ModuleTensors
 
 # What is still to be built: key -> the values that need nothing.
 _NOT_BUILT = {
-    "replace_with_kernel_inject": (False,),
     "use_triton": (False,),
     "triton_autotune": (False,),
     "keep_module_on_host": (False,),
@@ -67,7 +66,8 @@ def init_inference(model, config=None, **kwargs):
     (``tensor_parallel``) neighbours that bring the same tokens, and nothing travels among them; of other layers each
     has the whole. Every rank calls it.
 
-    NotImplementedError names a key of what is still to be built.
+    ``replace_with_kernel_inject`` asks for faster layers, which are not built: a warning says so, and the model's own
+    layers run. NotImplementedError names a key of anything else that is still to be built.
     """
     if isinstance(config, DeepSpeedInferenceConfig):
         if kwargs:
@@ -121,6 +121,11 @@ class InferenceEngine(torch.nn.Module):
         for key, plain in _NOT_BUILT.items():
             if getattr(config, key) not in plain:
                 raise NotImplementedError(f"init_inference: {key}={getattr(config, key)!r} is not built; leave it out")
+        if config.replace_with_kernel_inject:
+            warning_once(
+                "init_inference: replace_with_kernel_inject has no effect yet, because this build has no inference "
+                "kernels. The model's own layers run."
+            )
         if config.dtype == torch.int8:
             raise NotImplementedError("init_inference: dtype=torch.int8 is not built; use fp32, fp16 or bf16")
         if config.dtype == torch.float16 and not get_accelerator().is_fp16_supported():

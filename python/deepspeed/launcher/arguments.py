@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
+from deepspeed.host.command_line import MOST_SLOTS
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, parse_command, switch
 from deepspeed.launcher.runners import RUNNERS
 from deepspeed.log import level_from_string
 
@@ -93,7 +94,7 @@ def parse_args(args=None):
     """The options as a namespace; ``user_script`` and ``user_args`` are the command to start."""
     words = sys.argv[1:] if args is None else args
     parser = build_parser("--check" in words)
-    options = parser.parse_args(words, argparse.Namespace(device_ids=None))
+    options = parse_command(parser, words, "user_args", argparse.Namespace(device_ids=None))
     if options.user_script is None and not options.check:
         parser.error("the following arguments are required: user_script")
     return options
@@ -123,6 +124,7 @@ def _contradictions(args):
         ("min_elastic_nodes", least), ("max_elastic_nodes", most),
     ):  # fmt: skip
         yield count == 0 or count < -1, f"--{name} is {count}; it must be at least 1."
+        yield count > MOST_SLOTS, f"--{name} is {count}; it is at most {MOST_SLOTS}."
         yield (
             count > 0 and "elastic" in name and not args.elastic_training,
             f"--{name} is for a job whose number of hosts may change: add --elastic_training.",

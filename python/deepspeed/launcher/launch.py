@@ -17,7 +17,7 @@ import time
 from deepspeed.launcher import linux
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.exit_codes import shell_code
-from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, parse_command, switch
 from deepspeed.launcher.plan import DEFAULT_PORT, Share
 from deepspeed.launcher.resources import decode_world_info
 from deepspeed.launcher.supervisor import Supervisor
@@ -137,7 +137,8 @@ def write_new(path, texts):
 def parse_args(args=None):
     """The options of ``python -m deepspeed.launcher.launch`` as a namespace."""
     parser = argparse.ArgumentParser(description="Starts the ranks of one host and watches over them.")
-    return add_options(parser, _OPTIONS).parse_args(args)
+    words = sys.argv[1:] if args is None else args
+    return parse_command(add_options(parser, _OPTIONS), words, "training_script_args")
 
 
 def slots_of(args):

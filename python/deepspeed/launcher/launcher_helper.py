@@ -17,7 +17,7 @@ from deepspeed.host.cpu import physical_cores
 from deepspeed.host.mpi_ranks import ranks_of
 from deepspeed.launcher import exit_codes, linux
 from deepspeed.launcher.environment import script_command
-from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, parse_command, switch
 from deepspeed.launcher.output import log_file
 from deepspeed.launcher.resources import counts_of, decode_world_info
 
@@ -40,7 +40,8 @@ _OPTIONS = {
 def parse_args(args=None):
     """The options as a namespace."""
     parser = argparse.ArgumentParser(description="Sets the variables of a rank that MPI started, and runs the script.")
-    return add_options(parser, _OPTIONS).parse_args(args)
+    words = sys.argv[1:] if args is None else args
+    return parse_command(add_options(parser, _OPTIONS), words, "user_args")
 
 
 def rank_command(args, environment):

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+from deepspeed.host.command_line import program
 from deepspeed.host.programs import find_program
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.exit_codes import shell_code
+from deepspeed.launcher.options import parse_command
 from deepspeed.launcher.plan import fetch_hostfile, is_this_host
 from deepspeed.launcher.words import join_words
 
@@ -23,7 +25,9 @@ def parse_args(args=None):
     )
     parser.add_argument("-f", "--hostfile", default=DEFAULT_HOSTFILE, metavar="F", help=f"default {DEFAULT_HOSTFILE}")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command")
-    return parser.parse_args(args)
+    options = parse_command(parser, sys.argv[1:] if args is None else args, "arguments")
+    options.command += options.arguments
+    return options
 
 
 def command_on(host, words):
@@ -55,21 +59,18 @@ def _show(host, line):
     sys.stdout.flush()
 
 
+@program("ds_ssh: error")
 def main(args=None):
     """Exit code: the largest of the hosts, 1 for a wrong hostfile, 2 without a command."""
     options = parse_args(args)
     if not options.command:
         print("ds_ssh: error: there is no command to run.", file=sys.stderr)
         return 2
-    try:
-        pool = fetch_hostfile(options.hostfile)
-        if pool is None:
-            raise ValueError(f"there is no hostfile {options.hostfile}: name one with -f F.")
-        if find_program("ssh") is None and not all(map(is_this_host, pool)):
-            raise ValueError("the program ssh is not installed (apt install openssh-client).")
-    except ValueError as error:
-        print(f"ds_ssh: error: {error}", file=sys.stderr)
-        return 1
+    pool = fetch_hostfile(options.hostfile)
+    if pool is None:
+        raise ValueError(f"there is no hostfile {options.hostfile}: name one with -f F.")
+    if find_program("ssh") is None and not all(map(is_this_host, pool)):
+        raise ValueError("the program ssh is not installed (apt install openssh-client).")
     codes = run_everywhere(pool, options.command, _show)
     for host, code in codes.items():
         if code:

@@ -4,6 +4,8 @@ import base64
 import json
 import re
 
+from deepspeed.host.command_line import check_slots
+
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
 
 
@@ -24,6 +26,7 @@ def parse_hostfile_lines(hostfile_lines):
         host, slots = match[1], int(match[2])
         if host in pool:
             raise ValueError(f"hostfile line {number} names the host {host!r} a second time: give each host one line.")
+        check_slots(slots, f"hostfile line {number}: slots of the host {host}")
         pool[host] = slots
     if not pool:
         raise ValueError("the hostfile names no host: write one 'NAME slots=N' per line, or leave --hostfile out.")

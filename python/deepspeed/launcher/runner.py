@@ -5,7 +5,8 @@ import logging
 import os
 import sys
 
-from deepspeed.launcher.arguments import check, parse_args
+from deepspeed.host.command_line import program
+from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, check, parse_args
 from deepspeed.launcher.environment import ENVIRONMENT_FILE, EXPORT_PREFIXES, missing_environment_file
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import launch
@@ -31,11 +32,13 @@ from deepspeed.registry import load_target
 
 DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
 EXPORT_ENVS = list(EXPORT_PREFIXES)
+DLTS_HOSTFILE = DEFAULT_HOSTFILE
 AUTOTUNER = "deepspeed.autotuning.autotuner:Autotuner"
 _parse_hostfile = parse_hostfile_lines
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
+    "DLTS_HOSTFILE",
     "EXPORT_ENVS",
     "LaunchError",
     "_parse_hostfile",
@@ -130,13 +133,7 @@ def main(args=None):
     paragraph on stderr and exit code 1 (2 for an option that does not exist)."""
     if args is not None:
         return run(args)
-    try:
-        return run(sys.argv[1:])
-    except (LaunchError, ValueError, NotImplementedError, OSError) as error:
-        print(f"deepspeed: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # before the first process was started
-        return 130
+    return program("deepspeed: error")(lambda _: run(sys.argv[1:]))()
 
 
 if __name__ == "__main__":

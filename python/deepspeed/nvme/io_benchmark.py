@@ -3,10 +3,10 @@
 import argparse
 import json
 import statistics
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from deepspeed.host.command_line import check_output, program
 from deepspeed.nvme.transfer_rate import Bench, Setting, bytes_of
 
 # Flags -> how argparse is to treat them.
@@ -94,14 +94,12 @@ def run(args):
     return {"op": "read" if args.read else "write", "gb_per_s": total, "processes": rates}
 
 
+@program("ds_io")
 def ds_io_main(argv=None):
     """The program ``ds_io``. ``argv``: its arguments (default: those of the process)."""
     args = parse_io_arguments(argv)
-    try:
-        result = run(args)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"ds_io: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+    check_output(args.json, "--json")
+    result = run(args)
     for number, rates in enumerate(result["processes"]):
         folder, device = args.targets[number]
         texts = ", ".join(f"{rate:.3f}" for rate in rates)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from deepspeed.host.command_line import program
 from deepspeed.nvme.perf_generate_param import generate_main
 from deepspeed.nvme.transfer_rate import Bench, Setting, bytes_of
 
@@ -125,12 +126,9 @@ def sweep_main(args):
                     print(f"{folder}: {operation} {result['gb_per_s']:.3f} GB/s with {asdict(setting)}", flush=True)
 
 
+@program("ds_nvme_tune")
 def main(argv=None):
     """The program ``ds_nvme_tune``: measures, then prints the best settings."""
     args = parse_sweep_arguments(argv)
-    try:
-        sweep_main(args)
-        generate_main(args.log_dir)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"ds_nvme_tune: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+    sweep_main(args)
+    generate_main(args.log_dir)

@@ -14,7 +14,7 @@ from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.comm import mesh
 from deepspeed.log import log_dist
 from deepspeed.pipe.layer_files import LayerFiles
-from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, as_layers, call_of, describe
+from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, as_layers, call_of, count_parameters, describe
 from deepspeed.pipe.partitioning import partition
 from deepspeed.pipe.position import LAYER, Position
 from deepspeed.pipe.profile import profile_layers, tensors_of
@@ -44,6 +44,8 @@ class PipelineModule(LayerFiles, nn.Module):
             on; ``"v"``: down the stages and up again, for the schedules zb-v and dualpipe-v.
         profile_input: a micro-batch of inputs, for ``partition_method="profile"``.
     """
+
+    schedule = None  # that the module trains with; None: pipeline.schedule of the configuration decides
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class PipelineModule(LayerFiles, nn.Module):
         self.layer_costs = None  # of every layer, where they were measured
         self.partition_method, self.profile_input = partition_method, profile_input
         parts = self.num_stages * virtual_stages
-        self.parts = partition(self._layer_specs, parts, partition_method, lambda: self._measure(profile_input))
+        measure = functools.partial(self._measure, profile_input)
+        self.parts = partition(self._layer_specs, parts, partition_method, measure, self._count_layer_params)
         bounds = [self.pipe_shape.virtual_stage(self.stage_id, chunk) for chunk in range(virtual_stages)]
         self._chunks = [range(self.parts[part], self.parts[part + 1]) for part in bounds]
         self.local_layers = [layer for chunk in self._chunks for layer in chunk]  # their numbers in the model
@@ -123,6 +126,10 @@ class PipelineModule(LayerFiles, nn.Module):
                 f"num_stages {num_stages} does not divide the {world} ranks of the job: each stage has equally many"
             )
         return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
+
+    def _count_layer_params(self):
+        """Trainable elements of each layer, for ``partition_method="parameters"``. Scripts replace it."""
+        return [count_parameters(layer) for layer in self._layer_specs]
 
     def _measure(self, sample):
         if sample is None:
@@ -292,3 +299,13 @@ class PipelineModule(LayerFiles, nn.Module):
         for key, tied in self.tied_comms.items():
             for weight in self.tied_weights(key):
                 dist.broadcast(weight.data, min(tied["ranks"]), group=tied["group"])
+
+
+class DualPipeVModule(PipelineModule):
+    """A ``PipelineModule`` whose stages have two parts each, down and up again, and that trains with the schedule
+    ``dualpipe-v``, which the configuration need not name. Arguments as for ``PipelineModule``."""
+
+    schedule = "dualpipe-v"
+
+    def __init__(self, layers, num_stages=None, **options):
+        super().__init__(layers, num_stages=num_stages, **{"virtual_stages": 2, "placement": "v", **options})

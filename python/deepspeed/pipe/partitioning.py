@@ -2,19 +2,20 @@
 
 import re
 
-from deepspeed.pipe.layers import class_name, count_parameters
+from deepspeed.pipe.layers import class_name
 from deepspeed.utils.partition import partition_balanced, partition_uniform
 
 METHODS = "uniform, parameters, type:REGEX, profile, or a list of bounds"
 
 
-def partition(layers, parts, method, measure):
+def partition(layers, parts, method, measure, count):
     """Bounds: part i has the layers ``bounds[i]`` to ``bounds[i + 1] - 1``. Every part has at least one layer.
 
     Args:
         method: ``"uniform"`` (equal numbers of layers), ``"parameters"`` (trainable ones), ``"type:REGEX"`` (layers
             whose class name matches, in any case), ``"profile"`` (time), or the bounds.
         measure: called for ``"profile"``: the seconds of each layer.
+        count: called for ``"parameters"``: the trainable elements of each layer.
     """
     if parts > len(layers):
         raise ValueError(
@@ -26,7 +27,7 @@ def partition(layers, parts, method, measure):
     if named == "uniform":
         return partition_uniform(len(layers), parts)
     if named == "parameters":
-        return partition_balanced([count_parameters(layer) for layer in layers], parts)
+        return partition_balanced(count(), parts)
     if named.startswith("type:"):
         return partition_balanced(_matches(layers, str(method).split(":", 1)[1]), parts)
     if named == "profile":

@@ -99,5 +99,8 @@ class NoChannel:
     def abort(self, why):
         pass
 
+    def begin(self, trains):
+        pass
+
     def settle(self):
         pass

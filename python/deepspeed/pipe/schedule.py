@@ -27,6 +27,15 @@ from deepspeed.pipe.instructions import (  # noqa: F401
 )
 from deepspeed.utils.forwarding import forwarded
 
+
+def _is_even(x):
+    return x % 2 == 0
+
+
+def _is_odd(x):
+    return x % 2 != 0
+
+
 _PASSES = ("ForwardPass", "BackwardPass", "BackwardInputPass", "BackwardWeightPass")
 _MESSAGES = ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
 
@@ -84,15 +93,15 @@ class PipeSchedule(ABC):
 
 
 class PlannedSchedule(PipeSchedule):
-    """The native schedule called ``name``, one part of the model on each stage. The last step of one that trains
-    reduces gradients and updates."""
+    """The native schedule called ``name``, with ``chunks`` parts of the model on each stage. The last step of one that
+    trains reduces gradients and updates."""
 
-    name = None
+    name, chunks = None, 1
 
     @functools.cached_property
     def plan(self):
         """The native plan of all stages."""
-        return _native._C.pipe.schedule(self.name, self.stages, 1, self.micro_batches)
+        return _native._C.pipe.schedule(self.name, self.stages, self.chunks, self.micro_batches)
 
     def num_pipe_buffers(self):
         return max(2, self.plan.buffers[self.stage_id])
@@ -139,6 +148,12 @@ class TrainSchedule(PlannedSchedule):
     """One forward, one backward (1F1B); the last step reduces gradients and updates."""
 
     name = "1f1b"
+
+
+class DualPipeVSchedule(PlannedSchedule):
+    """Two parts on each stage, down the stages and up again; forward and backward of different micro-batches alternate."""
+
+    name, chunks = "dualpipe-v", 2
 
 
 class DataParallelSchedule(PipeSchedule):

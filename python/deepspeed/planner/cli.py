@@ -13,7 +13,10 @@ import sys
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config import DeepSpeedConfigError, choose_config
+from deepspeed.config import choose_config
+from deepspeed.config.config import LEFT_TO_TRAINER, resolve
+from deepspeed.config.errors import raise_if_broken
+from deepspeed.host.command_line import check_output, program
 from deepspeed.host.user_files import function_in_file
 from deepspeed.module_inject.auto_ep_presets.registry import preset_name_for_hf_model_type
 from deepspeed.pipe.module import PipelineModule
@@ -29,14 +32,24 @@ from deepspeed.utils.init_on_device import OnDevice
 _LIBRARIES = tuple(
     f'File "{os.path.dirname(os.path.dirname(one))}' for one in (torch.__file__, os.path.dirname(__file__))
 )
+_MOST_RANKS = 1 << 24
 _TOKENS = 2048  # of a sequence, at most, where no sample is given
 
 
 def _function(target, option):
     try:
-        return function_in_file(target)
+        function = function_in_file(target)
     except ValueError as error:
         raise ValueError(f"{option} {target!r}: {error}") from None
+
+    @functools.wraps(function)
+    def call(*args, **keywords):
+        try:
+            return function(*args, **keywords)
+        except SystemExit as error:
+            raise ValueError(f"{option} {target!r} ends the program (exit code {error.code!r})") from error
+
+    return call
 
 
 def _of_transformers(folder):
@@ -147,21 +160,17 @@ def _parser():
     return parser
 
 
+@program("ds_plan", code=2)
 def main(given=None):
     """Returns the exit code: 0 where the job fits, 1 where it does not, 2 for a wrong argument."""
     args = _parser().parse_args(given)
     try:
-        if args.profile_machine:
-            return _profile(args)
-        return _plan(args)
-    except (ValueError, DeepSpeedConfigError, OSError) as error:
-        print(f"ds_plan: {error}", file=sys.stderr)
+        return _profile(args) if args.profile_machine else _plan(args)
     except PlanError as error:
         told, _, trace = str(error).partition("\n")
         where = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
         own = [line for line in where if not line.startswith(_LIBRARIES)]
-        print(f"ds_plan: {told}", *(f"({line})" for line in own[-1:]), file=sys.stderr)
-    return 2
+        raise PlanError(" ".join([told, *(f"({line})" for line in own[-1:])])) from error
 
 
 def _profile(args):
@@ -194,7 +203,13 @@ def _plan(args):
         raise ValueError("a configuration and --model are needed; ds_plan --help shows an example")
     if args.world % args.nodes:
         raise ValueError(f"--world {args.world}: the ranks cannot be spread evenly over --nodes {args.nodes}")
+    if min(args.world, args.nodes) < 1 or args.world > _MOST_RANKS:
+        raise ValueError(f"--world {args.world} and --nodes {args.nodes}: both are at least 1, at most {_MOST_RANKS}")
+    check_output(args.png, "--png")
     config, machine = _values_of(args.config), Machine.of_jobs(args.machine)
+    resolved = resolve(config, world_size=args.world, given_as="--world")[0]
+    if any(one["severity"] == "error" and one["code"] != LEFT_TO_TRAINER for one in resolved.issues()):
+        raise_if_broken(resolved)
     job = _Job(args, machine)
     if args.nodes > 1:
         machine.ranks_of_host = args.world // args.nodes

@@ -11,7 +11,7 @@ from deepspeed._compat import memory_of
 from deepspeed._native import _C
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.moe.sharded_moe import MOELayer
-from deepspeed.pipe.layers import LayerSpec, built_on_meta, call_of, describe
+from deepspeed.pipe.layers import LayerSpec, built_on_meta, call_of, count_parameters, describe
 from deepspeed.pipe.partitioning import partition
 from deepspeed.pipe.planning import NOT_SPLIT, PipelinePlan
 from deepspeed.pipe.profile import fresh, saved_bytes, tensors_of
@@ -203,7 +203,8 @@ def pipeline_plan(
     works = layer_works(layers, sample, dtype)
     times = [work.seconds(costs[number] if costs else None) for number, work in enumerate(works)]
     parts = num_stages * virtual_stages
-    bounds = partition(layers, parts, partition_method, lambda: [sum(time) for time in times])
+    measure, count = lambda: [sum(time) for time in times], lambda: list(map(count_parameters, layers))
+    bounds = partition(layers, parts, partition_method, measure, count)
     memories, unknown = part_memories(
         works, bounds, sample, activation_checkpoint_interval, checkpointable_layers, split_backward,
         None if loss_fn is None or labels is None else (loss_fn, labels),

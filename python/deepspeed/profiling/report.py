@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 
+from deepspeed.host.command_line import check_output, program
 from deepspeed.profiling.phases import PHASES
 
 POINTS = 600  # of a line of a chart; of a longer run each point is the mean of several steps
@@ -273,6 +274,7 @@ def write_report(jsonl, path, plan=None):
         file.write(made)
 
 
+@program("python -m deepspeed.profiling.report", code=2)
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m deepspeed.profiling.report", description="A page about a run.")
     parser.add_argument("jsonl", metavar="RUN.jsonl", help="the file that step_log.file names")
@@ -280,10 +282,8 @@ def main(argv=None):
     parser.add_argument("--plan", metavar="PLAN.json", help="the output of ds_plan --json, shown beside the run")
     given = parser.parse_args(argv)
     path = given.output or os.path.splitext(given.jsonl)[0] + ".html"
-    try:
-        write_report(given.jsonl, path, given.plan)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    check_output(path, "--output")
+    write_report(given.jsonl, path, given.plan)
     print(path)
     return 0
 

@@ -4,6 +4,7 @@ from deepspeed.engine.memory import see_memory_usage  # noqa: F401
 from deepspeed.pipe.instructions import call_to_str  # noqa: F401
 from deepspeed.published.partitioned_tensor import PartitionedTensor  # noqa: F401
 from deepspeed.utils.backward import count_used_parameters_in_backward, register_output_backward_hooks  # noqa: F401
+from deepspeed.utils.flat_groups import all_gather_dp_groups  # noqa: F401
 from deepspeed.utils.norms import (  # noqa: F401
     clip_grad_norm_,
     get_global_norm,

@@ -72,6 +72,15 @@ def get_cuda_rng_tracker():
     return _tracker
 
 
+def set_device_state(new_state, device=-1):
+    """Sets the state of the generator of ``device`` of the accelerator, by its number; -1: the current device."""
+    accelerator = get_accelerator()
+    if device == -1:
+        accelerator.set_rng_state(new_state)
+    else:
+        accelerator.set_rng_state(new_state, device)
+
+
 class RandomState:
     """The generators of this process at one moment: the CPU's, the accelerator's and the tracker's."""
 

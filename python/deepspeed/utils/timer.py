@@ -19,6 +19,12 @@ BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce_microstep"
 BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
 STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
+TRAIN_BATCH_TIMER = "train_batch"
+BATCH_INPUT_TIMER = "batch_input"
+PIPE_SEND_OUTPUT_TIMER = "pipe_send_output"
+PIPE_SEND_GRAD_TIMER = "pipe_send_grad"
+PIPE_RECV_INPUT_TIMER = "pipe_recv_input"
+PIPE_RECV_GRAD_TIMER = "pipe_recv_grad"
 TIME_EPSILON = 1e-6
 
 GIB = 1024**3

@@ -9,7 +9,6 @@ The weights are streamed: memory does not grow with the model. Files are read wi
 
 import argparse
 import dataclasses
-import glob
 import itertools
 import math
 import os
@@ -21,7 +20,15 @@ from deepspeed.formats.lazy_tensor import LazyTensor
 from deepspeed.formats.swapped_tensors import with_swapped
 from deepspeed.formats.torch_archive import load
 from deepspeed.formats.weight_files import StoredWeight, write_weight_files
-from deepspeed.host.recorded_names import read_tag
+from deepspeed.utils.zero_files import (  # noqa: F401 (scripts import them from here)
+    _tag_folder,
+    atoi,
+    get_checkpoint_files,
+    get_model_state_file,
+    get_model_state_files,
+    get_optim_files,
+    natural_keys,
+)
 
 debug = 0
 device = torch.device("cpu")
@@ -69,57 +76,7 @@ def _cut(tensors, offset, numel):
     return pieces
 
 
-def atoi(text):
-    """An int for digits, the text itself otherwise."""
-    return int(text) if text.isdigit() else text
-
-
-def natural_keys(text):
-    """Sorts rank 10 behind rank 9: ``names.sort(key=natural_keys)``."""
-    return [atoi(part) for part in re.split(r"(\d+)", text)]
-
-
-# ---- files ---------------------------------------------------------------------------------------------------------
-def get_checkpoint_files(checkpoint_dir, glob_pattern):
-    """Paths, in natural order. FileNotFoundError if there are none."""
-    files = sorted(glob.glob(os.path.join(glob.escape(str(checkpoint_dir)), glob_pattern)), key=natural_keys)
-    if not files:
-        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
-    return files
-
-
-def get_optim_files(checkpoint_dir):
-    """Paths of the files with optimizer states, one for each rank."""
-    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
-
-
-def get_model_state_files(checkpoint_dir):
-    """Paths of the model files."""
-    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
-
-
-def get_model_state_file(checkpoint_dir, zero_stage):
-    """Path of the model file of rank 0. FileNotFoundError without it, ValueError for an unknown stage."""
-    if not os.path.isdir(checkpoint_dir):
-        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage = {zero_stage!r}: it is 0, 1, 2 or 3")
-    path = os.path.join(checkpoint_dir, f"{'zero_pp_rank_0_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt")
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"can't find model states file at '{path}'")
-    return path
-
-
-def _tag_folder(checkpoint_dir, tag):
-    if tag is None:
-        pointer = os.path.join(checkpoint_dir, "latest")
-        if not os.path.isfile(pointer):
-            raise ValueError(f"Unable to find 'latest' file at {pointer}; pass a tag")
-        tag = read_tag(checkpoint_dir, "latest")
-    folder = os.path.join(checkpoint_dir, str(tag))
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"Directory '{folder}' doesn't exist")
-    return folder
+NAMES_OF_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 # ---- what they say -------------------------------------------------------------------------------------------------
@@ -410,9 +367,29 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     ``safe_serialization``, or numbered files and an index when they are larger than ``max_shard_size``
     (None: one file).
     """
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir,
+    output_dir,
+    dtype=torch.float32,
+    max_shard_size="5GB",
+    safe_serialization=False,
+    tag=None,
+    exclude_frozen_parameters=False,
+):
+    """As ``convert_zero_checkpoint_to_fp32_state_dict``, with floating-point weights in ``dtype``, a torch.dtype. Numbers
+    that are not floating point (counters, masks) stay as they are."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype}: weights are written in a floating-point type such as torch.bfloat16")
     weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
+    for weight in weights.values():
+        weight.dtype = dtype if weight.dtype.is_floating_point else weight.dtype
     for path in write_weight_files(weights, output_dir, max_shard_size, safe_serialization):
-        print(f"Saved fp32 state dict to {path}")
+        print(f"Saved {NAMES_OF_DTYPES.get(dtype, dtype)} state dict to {path}")
 
 
 def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
@@ -424,8 +401,8 @@ def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
     return model
 
 
-def main(args=None):
-    parser = argparse.ArgumentParser(description="Consolidates a ZeRO checkpoint into fp32 weights.")
+def add_arguments(parser):
+    """The command line of this script and of ``zero_to_torch``."""
     parser.add_argument("checkpoint_dir", help="the folder given to save_checkpoint, e.g. path/checkpoint-12")
     parser.add_argument("output_dir", help="where the weights go: pytorch_model.bin or model.safetensors, or shards")
     parser.add_argument("--max_shard_size", default="5GB", help="largest file, like 5GB or 500MB (default 5GB)")
@@ -433,7 +410,12 @@ def main(args=None):
     parser.add_argument("-t", "--tag", default=None, help="e.g. global_step1; by default what the file 'latest' says")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="say more")
-    args = parser.parse_args(args)
+    return parser
+
+
+def main(args=None):
+    parser = argparse.ArgumentParser(description="Consolidates a ZeRO checkpoint into fp32 weights.")
+    args = add_arguments(parser).parse_args(args)
     globals()["debug"] = int(args.debug)
     convert_zero_checkpoint_to_fp32_state_dict(
         args.checkpoint_dir,

@@ -16,10 +16,11 @@ from deepspeed.formats import weight_files
 from deepspeed.formats.lazy_tensor import LazyTensor
 from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.formats.torch_archive import RefusedClass, load
-from deepspeed.utils import zero_to_fp32
+from deepspeed.utils import zero_to_fp32, zero_to_torch
 from deepspeed.utils.zero_to_fp32 import (
     GatheredTensor,
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
@@ -390,3 +391,17 @@ def test_more_than_four_gigabytes(tmp_path):
     with zipfile.ZipFile(tmp_path / "x") as archive:
         assert archive.getinfo("archive/data/0").file_size == large.numel()
         assert archive.read("archive/data/1") == torch.arange(3.0).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name, dtype", [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_weights_in_a_chosen_dtype(name, dtype, tmp_path, capsys):
+    expected = checkpoint(tmp_path, 3, 2)
+    out = tmp_path / "out"
+    assert zero_to_torch.main([str(tmp_path), str(out), "--dtype", name, "--safe_serialization"]) == 0
+    found, _ = read_back(out)
+    for key, value in expected.items():
+        wanted = value.to(dtype) if value.is_floating_point() else value
+        assert found[key].dtype == wanted.dtype and torch.equal(found[key], wanted), key
+    assert f"Saved {name} state dict" in capsys.readouterr().out
+    assert zero_to_torch.main([str(tmp_path / "none"), str(out)]) == 1 and "none" in capsys.readouterr().err
+    refused(ValueError, "dtype is torch.int8", convert_zero_checkpoint_to_state_dict, str(tmp_path), str(out), torch.int8)

@@ -109,11 +109,6 @@ BROKEN = [
         "zero_optimization.stage",
         bf16={"enabled": True, "bf16_master_weights_and_grads": True},
     ),
-    case(
-        "contiguous activations",
-        "partition_activations",
-        activation_checkpointing={"contiguous_memory_optimization": True},
-    ),
     case("max_grad_norm", "gradient_clipping", optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}}),
     case("fused without torch_adam", "torch_adam", optimizer={"type": "Adam", "params": {"fused": True}}),
     case("params without a type", "optimizer.type", optimizer={"params": {"lr": 0.1}}),

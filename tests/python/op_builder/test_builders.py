@@ -13,7 +13,7 @@ import torch
 from deepspeed import git_version_info, ops
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import op_builder
-from deepspeed.ops.op_builder import ALL_OPS, OpBuilder
+from deepspeed.ops.op_builder import ALL_OPS, OpBuilder, toolchain
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder, TorchCPUOpBuilder
 from deepspeed.ops.op_table import NOT_IMPLEMENTED, OPS
 from refusals import refused
@@ -347,3 +347,11 @@ def test_missing_libaio_is_told(monkeypatch, capsys):
 
 def test_the_stand_in_is_in_no_list():
     assert NOT_IMPLEMENTED.name not in ALL_OPS
+
+
+def test_the_standard_follows_torch(monkeypatch):
+    monkeypatch.setattr(toolchain, "CXX_STANDARD", 20)
+    assert toolchain.with_standard(["-O3"]) == ["-O3", "-std=c++20"]
+    assert toolchain.with_standard(["-std=c++17", "-g0"]) == ["-std=c++20", "-g0"]
+    assert toolchain.with_standard(["-std=gnu++14"]) == ["-std=c++20"]
+    assert toolchain.with_standard(["-std=c++23"]) == ["-std=c++23"]

@@ -66,7 +66,7 @@ _no_profile = mock.Mock(side_effect=AssertionError("nobody asked"))
 
 def test_methods():
     def cut(method, parts=2, layers=WIDTHS, measure=_no_profile):
-        return partition(layers, parts, method, measure)
+        return partition(layers, parts, method, measure, lambda: list(map(count_parameters, layers)))
 
     assert cut("uniform") == [0, 3, 5] and cut("Uniform", 5) == [0, 1, 2, 3, 4, 5]
     assert cut("parameters") == [0, 4, 5]  # 64 against 81
@@ -89,7 +89,7 @@ def test_methods():
     ],
 )
 def test_bad_methods(method, parts, text):
-    refused(ValueError, text, partition, WIDTHS, parts, method, _no_profile)
+    refused(ValueError, text, partition, WIDTHS, parts, method, _no_profile, _no_profile)
 
 
 def test_profile():

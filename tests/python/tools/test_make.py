@@ -109,6 +109,7 @@ def test_a_download_that_breaks_off_is_tried_again(breaks, code, checkout, tmp_p
     ]
     write_program(tools / "python3.12", "\n".join(lines) + "\n", "#!/bin/bash\n")
     out = bash("tools/torch2_env.sh", cwd=checkout, PATH=f"{tools}:{os.environ['PATH']}")
+    assert out.stdout == ("" if code else ".venv-torch2\n")
     assert out.returncode == code and len(calls.read_text().splitlines()) == 3, out.stderr
     assert ("could not install packages/torch2.txt" in out.stderr) == (code == 1)
 
@@ -154,7 +155,8 @@ def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None, avx512=False):
 
 EMULATED = "make test-cpu CPU=Haswell SAMPLE=1"
 SECOND = "make test-torch2 SECOND=1"
-BOTH = ["make test", EMULATED, SECOND]
+NEWEST = "make test-torch2 TORCH=newest BRIEF=1"
+BOTH = ["make test", EMULATED, SECOND, NEWEST]
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,10 @@ BOTH = ["make test", EMULATED, SECOND]
         ({"room": 5}, 5, [*BOTH, "room make quickstart"], "clean_room.sh make quickstart: exit 5 after 0:0"),
         ({"torch2": 3, "room": 0}, 0, ["make test", EMULATED, "room make quickstart"], "make test-torch2 is left out"),
         ({"torch2": 1, "room": 0}, 1, ["make test", EMULATED], "torch2_env.sh: exit 1"),
-        ({"avx512": True}, 0, ["make test-cpu CPU=avx2", EMULATED, SECOND], "all of it took 0:0"),
+        ({"avx512": True}, 0, ["make test-cpu CPU=avx2", EMULATED, SECOND, NEWEST], "all of it took 0:0"),
         ({"broken": "test-cpu"}, 7, ["make test", EMULATED], "make test-cpu CPU=Haswell SAMPLE=1: exit 7"),
         ({"broken": "test"}, 7, ["make test"], "make test: exit 7 after 0:0"),
-        ({"broken": "test-torch2", "room": 0}, 7, BOTH, "make test-torch2 SECOND=1: exit 7"),
+        ({"broken": "test-torch2", "room": 0}, 7, BOTH[:3], "make test-torch2 SECOND=1: exit 7"),
     ],
 )
 def test_ci_runs_both_suites_and_the_bare_machine(how, code, called, said, tmp_path):

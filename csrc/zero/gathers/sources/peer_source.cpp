@@ -2,8 +2,10 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "zero/gathers/shard_source.h"
+#include "zero/rank_failures.h"
 
 namespace ds::zero {
 
@@ -16,13 +18,56 @@ class Peers {
     for (int rank = 0; rank < ranks_->size(); ++rank) regions_.push_back(memory_->region(rank));
   }
 
-  void await() { memory_->await(version_); }
-  void barrier() { ranks_->barrier(); }
+  void await() {
+    memory_->await(version_);
+    refuse_missed(forward_);
+  }
+  void barrier() {
+    refuse_missed(forward_);
+    ranks_->barrier();
+  }
+  // See ShardSource::meet_writes. The round of a rank is how often it has met the others.
+  bool meet(bool wrote, int64_t forward) {
+    forward_ = forward;
+    if (ranks_->size() == 1) return wrote;
+    end_reading();  // of a forward that raised
+    refuse_missed(forward - 1);
+    int64_t latest = round_ + (wrote ? 1 : 0);
+    for (int rank = 0; rank < ranks_->size(); ++rank) latest = std::max(latest, memory_->meeting(rank).round);
+    const bool meets = latest > round_;
+    if (meets) {
+      round_ = latest;
+      memory_->come_to({round_, forward});
+      memory_->await_round(round_);
+    }
+    memory_->set_reading(true, finished_);
+    return meets;
+  }
   void publish() {
     memory_->publish();
     ++version_;
   }
+  // Whether `values`, padded_numel() of them, are those of the slices.
+  bool equal(const ShardedParam& param, const at::Tensor& values) const {
+    bool same = true;
+    each_slice(param, values, [&](const at::Tensor& mine, const at::Tensor& theirs) {
+      same = same && std::memcmp(mine.data_ptr(), theirs.data_ptr(), static_cast<size_t>(mine.numel())) == 0;
+    });
+    return same;
+  }
+  void end_reading() {
+    finished_ = round_;
+    memory_->set_reading(false, finished_);
+  }
+  void await_readers() const { memory_->await_readers(round_); }
+  void look() const { refuse_missed(forward_); }
   void copy(const ShardedParam& param, const at::Tensor& buffer) const {
+    each_slice(param, buffer, [](const at::Tensor& mine, const at::Tensor& theirs) { mine.copy_(theirs); });
+  }
+
+ private:
+  template <typename Visit>
+  void each_slice(const ShardedParam& param, const at::Tensor& buffer, const Visit& visit) const {
     if (param.slice_numel() == 0) return;  // has no memory in the regions either
     const SliceLease own = param.slice(storage::Access::kRead);
     const int64_t offset =
@@ -30,14 +75,27 @@ class Peers {
     const int64_t bytes = param.slice_bytes();
     const at::Tensor target = buffer.view(at::kByte);
     for (int rank = 0; rank < ranks_->size(); ++rank)
-      target.narrow(0, rank * bytes, bytes).copy_(regions_[rank].narrow(0, offset, bytes));
+      visit(target.narrow(0, rank * bytes, bytes), regions_[rank].narrow(0, offset, bytes));
+  }
+  // This rank has come to forward number `forward`, and another one has written to its slice before that one.
+  void refuse_missed(int64_t forward) const {
+    for (int rank = 0; rank < ranks_->size() && ranks_->size() > 1; ++rank) {
+      const comm::PeerMemory::Meeting theirs = memory_->meeting(rank);
+      if (theirs.round <= round_ || theirs.forward > forward) continue;
+      throw LoneFailure(
+          ErrorKind::kRuntime,
+          "rank " + std::to_string(rank) + " has written to its slices of parameters (param.ds_tensor) before forward " +
+              std::to_string(theirs.forward) +
+              " of its engine, which this rank had begun already without a write of its own, so it may have read the "
+              "old values. Call torch.distributed.barrier() on all ranks between the writes and the forward, or let "
+              "every rank write to its slices");
+    }
   }
 
- private:
   comm::CommunicatorPtr ranks_;
   comm::PeerMemoryPtr memory_;
   std::vector<at::Tensor> regions_;
-  int64_t version_ = 0;
+  int64_t version_ = 0, round_ = 0, finished_ = 0, forward_ = 0;
 };
 
 class PeerSource : public ShardSource {
@@ -67,6 +125,26 @@ class PeerSource : public ShardSource {
     at::NoGradGuard no_grad;
     await(params);
     for (ShardedParam* param : params) copy(*param, param->buffer());
+  }
+  bool meet_writes(bool wrote, int64_t forward) override {
+    bool met = false;
+    for (Peers& peers : peers_) met = peers.meet(wrote, forward) || met;
+    return met;
+  }
+  void end_forward() override {
+    for (Peers& peers : peers_) peers.end_reading();
+  }
+  void before_slice_write() override {
+    end_forward();  // a forward that raised
+    for (Peers& peers : peers_) peers.await_readers();
+  }
+  void drain() override {
+    for (Peers& peers : peers_) peers.look();
+  }
+  bool differs(const ShardedParam& param) override {
+    const at::Tensor values = param.gathered();
+    if (!values.defined() || !param.buffer().defined()) return false;
+    return values.data_ptr() != param.buffer().data_ptr() || !peers_of(param).equal(param, param.buffer());
   }
   void before_write() override {
     for (Peers& peers : peers_) peers.barrier();

@@ -89,6 +89,7 @@ class ScheduledSource : public ShardSource {
     drain();
     for (size_t group = 0; group < ranks_.size(); ++group) refresh_together(*ranks_[group], of_group(params, group));
   }
+  bool meet_writes(bool wrote, int64_t) override { return wrote && ranks_.size() == 1 && ranks_[0]->size() == 1; }
   void before_write() override {
     drain();
     forget_ahead();

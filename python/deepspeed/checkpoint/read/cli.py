@@ -15,6 +15,7 @@ import time
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
+from deepspeed.host.command_line import program
 from deepspeed.host.texts import table
 from deepspeed.registry import load_target
 
@@ -170,6 +171,7 @@ _COMMANDS = {
 }
 
 
+@program("ds_ckpt", code=2)
 def main(args=None):
     parser = argparse.ArgumentParser(prog="ds_ckpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
@@ -179,11 +181,7 @@ def main(args=None):
         for flags, how in options.items():
             command.add_argument(*flags.split(), **how)
     arguments = parser.parse_args(args)
-    try:
-        return arguments.run(arguments)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"ds_ckpt: {error}", file=sys.stderr)
-        return 2
+    return arguments.run(arguments)
 
 
 if __name__ == "__main__":

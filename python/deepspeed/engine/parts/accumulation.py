@@ -13,6 +13,7 @@ class Accumulation(Part):
     last_micro_batches = 1  # of the last step
     in_no_sync = False
     in_backward = True
+    told = None  # the plan that the core has
     user_scaled = False  # engine.scale was called: the user's backward has the loss scale already
 
     def reduces_now(self):
@@ -58,17 +59,24 @@ class Accumulation(Part):
         engine.losses, self.user_scaled = None, False
         self.replan()
 
+    def start(self):
+        self.replan()
+
     def after_micro_step(self, boundary):
         self.user_scaled = False
+        self.replan()
 
     def user_plan(self):
-        """Whether a backward that the user runs next is reduced, and the factor its gradients take."""
+        """Of a backward that the user runs next: whether it is reduced, the loss scale that it lacks, and what its
+        gradients are multiplied by besides."""
         scale = 1.0 if self.user_scaled else self.engine.stepping.loss_scale
-        return self.reduces_now(), scale * self.engine._dynamic.weight() / self.engine.gradient_accumulation_steps()
+        return self.reduces_now(), scale, self.engine._dynamic.weight() / self.engine.gradient_accumulation_steps()
 
     def replan(self):
-        if self.engine._trains:
-            self.engine.core.plan_user_backward(*self.user_plan())
+        """Tells the core, unless it knows from the last forward or call of this."""
+        if self.engine._trains and (plan := self.user_plan()) != self.told:
+            self.told = plan
+            self.engine.core.plan_user_backward(*plan)
 
     @member
     def is_gradient_accumulation_boundary(self):

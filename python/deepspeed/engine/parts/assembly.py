@@ -10,7 +10,11 @@ from deepspeed.comm.mesh_views import MICS, SAME_WEIGHTS, Purpose
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
+from deepspeed.engine.cross_engine_scaling import others_of
+from deepspeed.engine.fp32_buffers import cast_buffers, patterns_of
 from deepspeed.engine.members import Part, engine_parts, member
+from deepspeed.engine.shared_values import SharedValues
+from deepspeed.log import logger
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.by_name import is_native, rules_of
 from deepspeed.published.bf16_optimizer import BF16_Optimizer
@@ -37,7 +41,7 @@ class Assembly(Part):
     there is something to train or to gather ``core`` and ``stepping``.
     """
 
-    shard_group = whole = None
+    shard_group = whole = shared = None
     made_groups = ()  # hyperparameters of the optimizer's groups as the configuration and the caller gave them
 
     def move_model(self, dont_change_device):
@@ -55,12 +59,27 @@ class Assembly(Part):
                         param.data = param.data.to(dtype)
                     else:
                         own.cast(dtype)
-            for one in module.modules() if buffer_dtype is not None else ():
-                for name, buffer in one._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
-                        one._buffers[name] = buffer.to(buffer_dtype)
+            if buffer_dtype is not None:
+                kept = patterns_of(module, engine._config.keep_in_fp32_modules, engine.fp16_enabled())
+                cast_buffers(module, buffer_dtype, kept)
             if not dont_change_device:
                 move_module(module, engine.device)
+
+    def _take_over(self, trained):
+        """Ends other engines that train these parameters: they would reduce and update them, too."""
+        engine = self.engine
+        own, whole = set(map(id, trained)), set(map(id, engine.module.parameters()))
+        for other in others_of(engine):
+            theirs = {id(param) for group in other.trained_groups for param in group}
+            # Each engine of stage 3 gathers all parameters of its model.
+            sharded = engine._stage_policy.shards_params or other._stage_policy.shards_params
+            if theirs & (whole if sharded else own):
+                logger.warning(
+                    "deepspeed.initialize: another engine trains parameters of this model, and is ended. Its next "
+                    "backward or step is an error; call engine.destroy() before, to end it without this warning"
+                )
+                other.destroy()
+                other._taken_over = True
 
     def make_optimizer(self, model_parameters):
         engine = self.engine
@@ -72,10 +91,13 @@ class Assembly(Part):
         engine.basic_optimizer = optimizer
         engine.trained_groups = [list(group["params"]) for group in groups]
         trained = [param for group in engine.trained_groups for param in group]
+        checks.check_trained(engine)
+        self._take_over(trained)
         managed = set(map(id, trained))
         engine._unmanaged = [param for param in engine.module.parameters() if id(param) not in managed]
         checks.check_grad_dtype(engine)
         policy, zero = engine._stage_policy, engine.zero_optimization()
+        self.shared = SharedValues(engine.module, trained, policy.shards_params)
         if engine.load_universal_checkpoint() and policy.shards_states and not policy.shards_params:
             enable_universal_checkpoint(trained)
         if zero:
@@ -88,6 +110,7 @@ class Assembly(Part):
             self._broadcast_model()
             return
         engine.core, engine._param_names = build_core(groups, **self._core_options())
+        self.shared.share()
         self._broadcast_model()
         engine.core.refresh_master()
         if not zero:
@@ -127,6 +150,7 @@ class Assembly(Part):
             engine.stepping.release()
         engine.core.release()
         engine.core = None
+        self.shared.share()
 
     # ---- the core ----------------------------------------------------------------------------------------------------
     def _core_options(self, shard=SAME_WEIGHTS):
@@ -225,7 +249,8 @@ class Assembly(Part):
             replicas=engine.parallel.communicator(copies, Purpose.REDUCE),
             **options,
         )
-        engine._access.attach(engine.module, engine.core, None if optimizer is not None else self.release)
+        give_up = None if optimizer is not None else self.release
+        engine._access.attach(engine.module, engine.core, give_up, checks_writes=zero.enable_sanity_checks)
         apply_z3_leaf_module_config(engine.module, zero.leaf_module)
         common = {
             "dp_process_group": group if group is not None and engine._access.access.world > 1 else None,

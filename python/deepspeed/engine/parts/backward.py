@@ -17,12 +17,13 @@ class Backward(Part):
     """A part of the engine."""
 
     seen = False  # whether engine.backward has run in this micro-step
-    noticed = None  # whether the core would notice a backward that the user runs; None: there was no forward
+    trained = False  # whether there was a forward that trains in this micro-step
 
     def __init__(self, engine):
         super().__init__(engine)
         self._reached = set()  # numbers of this micro-step's forwards that a backward has reached
         self._earlier = 0  # how many there were in the earlier micro-steps since the last step at a boundary
+        self._hidden = False  # whether a forward returned an object in which no tensor was found
 
     @property
     def reached(self):
@@ -36,10 +37,10 @@ class Backward(Part):
     def micro_batches(self):
         """Forwards that a backward has reached since the last step at a boundary; a backward whose forward is not known
         counts as one."""
-        return self._earlier + max(len(self.reached), int(self.seen))
+        return self._earlier + max(len(self.reached), int(self.seen or self._hidden))
 
     def start_micro_step(self):
-        self.seen, self.noticed = False, None
+        self.seen = self.trained = self._hidden = False
         if self.engine.core is not None:
             self.engine.core.take_reached()
         self._reached = set()
@@ -49,25 +50,19 @@ class Backward(Part):
         self._earlier = 0
 
     def before_micro_step(self, boundary):
-        self._refuse_unseen()
+        self.engine._agreement.tell()
+        self.engine._assembly.shared.refuse()
+        self._end_linear()
         if not self.seen:
             self._join(boundary)
+
+    def _end_linear(self):
+        if self.engine._stage_policy.shards_params:
+            self.engine.parameter_offload.end_linear()
 
     def after_micro_step(self, boundary):
         self._earlier = 0 if boundary else self.micro_batches
         self.start_micro_step()
-
-    def _refuse_unseen(self):
-        """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be
-        found, gradients come in without the factor that belongs to them."""
-        factor = self.engine._accumulation.user_plan()[1]
-        if self.noticed is False and not self.seen and factor != 1.0 and self.engine.core.has_grads():
-            raise RuntimeError(
-                "the model returned an object in which no tensor that needs gradients was found, so a plain "
-                f"loss.backward() could not be noticed, and its gradients lack the factor {factor:g} (loss scale over "
-                "accumulation steps). Call engine.backward(loss) instead, or return tensors, tuples, lists, dicts or "
-                "objects that hold them as attributes"
-            )
 
     def _join(self, boundary):
         """A rank without a backward in this micro-step still takes part in the reduction of the others' gradients."""
@@ -93,6 +88,7 @@ class Backward(Part):
         run_hooks(engine, "add_keywords", kwargs)
         trains = engine._trains and torch.is_grad_enabled()
         if trains:
+            engine._assembly.shared.refuse()
             run_hooks(engine, "see_inputs", inputs, kwargs)
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
@@ -104,14 +100,18 @@ class Backward(Part):
             run_hooks(engine, "failed", error)
             if engine.core is not None and engine.core.gatherer is not None:
                 engine.core.gatherer.abandon_forward()
+                engine.parameter_offload.end_linear()
             raise
         finally:
             engine.progress.end("forward")
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
-            self.noticed = bool(found or self.noticed)
+            self.trained = True
+            self._hidden = self._hidden or not found
+            engine._agreement.tell()
             self._expect_step()
-            run_hooks(engine, "forwarded", engine.core.forwarded(found, *engine._accumulation.user_plan()))
+            engine._accumulation.told = plan = engine._accumulation.user_plan()
+            run_hooks(engine, "forwarded", engine.core.forwarded(found, *plan))
         return outputs
 
     def _expect_step(self):
@@ -119,17 +119,25 @@ class Backward(Part):
             self.engine.stepping.expect()
 
     @member
-    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True, gradient=None):
         """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.
 
         Divides by the accumulation steps unless ``scale_wrt_gas`` is false, and applies the loss scale. Returns the
-        loss divided by the accumulation steps, of dynamic batches times the weight of this one.
+        loss divided by the accumulation steps, of dynamic batches times the weight of this one. ``gradient``: as for
+        ``Tensor.backward``, for a ``loss`` of any shape, which is then the sum of ``loss * gradient``.
         """
         engine = self.engine
         if not torch.is_tensor(loss):
             raise TypeError(
                 f"engine.backward needs a tensor, got {type(loss).__name__}; pass the loss itself, not loss.item()"
             )
+        if gradient is not None:
+            if not torch.is_tensor(gradient) or gradient.shape != loss.shape:
+                found = tuple(gradient.shape) if torch.is_tensor(gradient) else type(gradient).__name__
+                raise ValueError(
+                    f"engine.backward: gradient has shape {found} and the tensor {tuple(loss.shape)}; the two are equal"
+                )
+            loss = (loss * gradient.detach().to(loss.device)).sum()
         assert loss.numel() == 1, (
             f"engine.backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it first, for example with "
             "loss.mean()"
@@ -151,6 +159,7 @@ class Backward(Part):
             raise
         finally:
             engine.progress.end("backward")
+            self._end_linear()
         self.seen = True
         mean = loss.detach().mean()
         engine.losses = mean if engine.losses is None else engine.losses + mean
@@ -158,8 +167,9 @@ class Backward(Part):
 
     def _run(self, loss, scale, parts, retain_graph):
         engine = self.engine
-        if self.noticed is None:  # there was no forward of the engine, which would have done so
+        if not self.trained:  # there was no forward of the engine, which would have done so
             self._expect_step()
+            engine._agreement.tell()
         root = loss.float() * scale if scale != 1.0 else loss
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
         cross_engine_scaling.tell_others(engine, scale / parts)

@@ -196,11 +196,14 @@ class Progress:
                 self.timers.log([whole for _, whole in _ALL], normalizer=steps)
         self._see_memory("after step")
         if boundary and self.due:
-            log_dist(
-                f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
-                f"mom={engine.get_mom()}",
-                ranks=[0],
-            )
+            engine._report_progress(engine.global_steps)
+
+    @member
+    def _report_progress(self, step):
+        """Logs a line about the step ``step`` on rank 0. Scripts replace it."""
+        engine = self.engine
+        text = f"step={step}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, mom={engine.get_mom()}"
+        log_dist(text, ranks=[0])
 
     def _figures(self, samples):
         """(event, value) of the step that has been made with so many samples, on rank 0."""

@@ -77,7 +77,7 @@ class Steps(Part):
 
     def _count(self, applied):
         engine = self.engine
-        self.applied, self.norm = applied, engine.stepping.norm
+        self.applied, self.norm = applied, engine.stepping.norm if engine._config.zero_config.compute_grad_norm else None
         for param in engine._unmanaged:
             param.grad = None
         engine.losses = None

@@ -115,6 +115,7 @@ class Execution:
             for kind, command in kinds
             if kind in ("RecvActivation", "RecvGrad")
         )
+        self.engine._links.channel.begin(any("Backward" in (kind or "") for kind, _ in kinds))
         for (grads, peer), count in received.items():
             self.engine._links.channel.expect(grads, peer, count)
         backwards = [command for kind, command in kinds if kind in ("BackwardPass", "BackwardWeightPass")]
@@ -268,6 +269,8 @@ class Execution:
         reduces = self.engine._accumulation.reduces_now()
         if run is None and not reduces:
             return
+        if reduces:
+            self.engine._agreement.tell()
         with inside_hooks(self.engine, "backward"):
             self.engine.core.begin_backward(reduces)
             try:

@@ -30,7 +30,7 @@ class Plans(Part):
         self.sample, self.label_sample = shapes_of(self.engine.module.profile_input), None
         self._split_prepared = False
         self._check_section(section)
-        self.name, self.memory_limit = section["schedule"], section["memory_limit"]
+        self.name, self.memory_limit = self.engine.module.schedule or section["schedule"], section["memory_limit"]
         if self.name != "auto":
             self.planned(self.engine.micro_batches)
 

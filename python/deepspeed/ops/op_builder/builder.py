@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from deepspeed._compat import CXX_STANDARD
 from deepspeed.host import cuda_toolkit
 from deepspeed.host.cpu import widest_isa
 from deepspeed.host.cuda_toolkit import CUDAMismatchException, MissingCUDAException
@@ -332,10 +333,10 @@ class CUDAOpBuilder(OpBuilder):
         return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
 
     def cxx_args(self):
-        return ["-O3", "-std=c++17", "-g0", "-Wno-reorder"]
+        return ["-O3", f"-std=c++{CXX_STANDARD}", "-g0", "-Wno-reorder"]
 
     def nvcc_args(self):
-        fast = ["-O3", "-std=c++17", "--use_fast_math"]
+        fast = ["-O3", f"-std=c++{CXX_STANDARD}", "--use_fast_math"]
         return [] if self.build_for_cpu else [*fast, *self.compute_capability_args()]
 
     def libraries_args(self):
@@ -370,7 +371,7 @@ class TorchCPUOpBuilder(CUDAOpBuilder):
     """An op for the CPU, compiled for this very CPU and, where torch has CUDA, allowed to use CUDA's headers."""
 
     def cxx_args(self):
-        return ["-O3", "-std=c++17", "-g0", "-Wno-reorder", "-fopenmp", self.cpu_arch(), self.simd_width(),
+        return ["-O3", f"-std=c++{CXX_STANDARD}", "-g0", "-Wno-reorder", "-fopenmp", self.cpu_arch(), self.simd_width(),
                 self.get_cuda_compile_flag()]  # fmt: skip
 
 

@@ -129,13 +129,10 @@ def _flags(plan):
         if torch.version.cuda is None:  # else torch has loaded the runtime
             ldflags += [f"-Wl,-rpath,{folder}" for folder in folders]
     user = shlex.split(os.environ.get("CFLAGS", "")) + shlex.split(os.environ.get("CXXFLAGS", ""))
-    standard = [] if any(flag.startswith("-std=") for flag in [*plan.cxx_args, *user]) else ["-std=c++17"]
     optimize = [] if any(flag.startswith("-O") for flag in [*plan.cxx_args, *user]) else ["-O2"]
-    cxx = ["-fPIC", *optimize, *standard, *defines, *plan.cxx_args, *includes, *system, *user]
+    cxx = ["-fPIC", *optimize, *defines, *plan.cxx_args, *includes, *system, *user]
     device = ["--compiler-options", "-fPIC", "--expt-relaxed-constexpr", *defines, *plan.nvcc_args, *includes, *system]
-    if not any(flag.startswith("-std=") for flag in plan.nvcc_args):
-        device.append("-std=c++17")
-    return cxx, device, ldflags
+    return toolchain.with_standard(cxx), toolchain.with_standard(device), ldflags
 
 
 def _key(plan, flags):

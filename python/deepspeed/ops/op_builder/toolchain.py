@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tempfile
 
 import torch
 
+from deepspeed._compat import CXX_STANDARD
 from deepspeed.host.programs import find_program
 
 TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -58,6 +60,19 @@ def torch_definitions():
         if value:
             found.append(f'PYBIND11_{key}="{value}"')
     return found
+
+
+def with_standard(flags):
+    """``flags`` with a C++ standard that torch's headers can be read with: an older one is replaced, a missing one added."""
+    wanted, found = f"-std=c++{CXX_STANDARD}", False
+    result = []
+    for flag in flags:
+        if flag.startswith("-std="):
+            found = True
+            number = re.fullmatch(r"-std=(?:c|gnu)\+\+(\d+)", flag)
+            flag = wanted if number and int(number[1]) < CXX_STANDARD else flag
+        result.append(flag)
+    return result if found else [*result, wanted]
 
 
 def torch_includes():

@@ -2,4 +2,4 @@
 
 from deepspeed.pipe.failures import PipelineError  # noqa: F401
 from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec  # noqa: F401
-from deepspeed.pipe.module import PipelineModule  # noqa: F401
+from deepspeed.pipe.module import DualPipeVModule, PipelineModule  # noqa: F401

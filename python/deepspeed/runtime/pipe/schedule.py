@@ -6,6 +6,7 @@ from deepspeed.pipe.schedule import (  # noqa: F401
     BackwardWeightPass,
     BufferOpInstruction,
     DataParallelSchedule,
+    DualPipeVSchedule,
     ForwardPass,
     InferenceSchedule,
     LoadMicroBatch,
@@ -19,4 +20,6 @@ from deepspeed.pipe.schedule import (  # noqa: F401
     SendActivation,
     SendGrad,
     TrainSchedule,
+    _is_even,
+    _is_odd,
 )

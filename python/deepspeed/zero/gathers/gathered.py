@@ -1,8 +1,11 @@
 """``GatheredParameters``: the whole values of sharded parameters, for a while."""
 
+import hashlib
+
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.comm.timed import suppress_logging
 from deepspeed.zero.parameters import sharded_parameter as sharding
 from deepspeed.zero.parameters.param_ranks import ranks_of
 
@@ -12,9 +15,11 @@ class GatheredParameters:
 
     ``params``: a parameter, or an iterable of them (nested ones too). ``modifier_rank``: the rank, counted in the
     parameters' group, whose values count when the context ends: every rank gets them, and the optimizer's masters as
-    well, also of parameters that are whole on every rank (stages 0 to 2). None: changes of sharded parameters are
-    dropped. Parameters of no engine that are not sharded are left alone. ``fwd_module``: the module
-    whose forward uses them although another one owns them. ``enabled=False`` does nothing. Contexts may be nested.
+    well, also of parameters that are whole on every rank (stages 0 to 2). None: what all ranks have written alike into
+    sharded parameters is kept. The engine compares it when it next reduces gradients or saves, and a difference is an
+    error on all ranks; with ``zero_optimization.enable_sanity_checks`` any such write is an error here.
+    Parameters of no engine that are not sharded are left alone. ``fwd_module``: the module whose forward uses them
+    although another one owns them. ``enabled=False`` does nothing. Contexts may be nested.
 
     With a ``modifier_rank`` every rank must enter; without one a single rank may, once the engine exists.
     """
@@ -41,9 +46,11 @@ class GatheredParameters:
         return self.params
 
     def _announce(self, change):
-        """Tells load_state_dict, which may run on the modifier's rank alone, that the end of the context keeps it."""
-        if self.modifier_rank is not None:
-            for param in self.params:
+        """Copies of a parameter have its values from here on. load_state_dict, which may run on the modifier's rank
+        alone, learns that the end of the context keeps what it writes."""
+        for param in self.params:
+            param._ds_gathered = getattr(param, "_ds_gathered", 0) + change
+            if self.modifier_rank is not None:
                 param._ds_kept_later = getattr(param, "_ds_kept_later", 0) + change
 
     def __exit__(self, *exc):
@@ -58,11 +65,53 @@ class GatheredParameters:
     def _keep_changes(self):
         if self.modifier_rank is None:
             sharding.write_back([param for param in self.params if param.ds_handle.reshaped()])
+            for access, own in sharding._by_access(self.params):
+                _keep_writes(access, own)
             return
         _spread_whole(self._whole, self.modifier_rank)
         for param in self.params:
             param.ds_access.broadcast(param, self.modifier_rank)
         sharding.write_back(self.params)
+
+
+def _keep_writes(access, params):
+    """What was written into ``params`` without a ``modifier_rank``. The gatherer of an engine keeps it; all ranks that
+    share parameters of no engine are here, and compare it."""
+    if access.core is not None and not access.checks_writes:
+        return
+    written = {n: param for n, param in enumerate(params) if access.gatherer.written(param.ds_handle)}
+    if access.core is not None:
+        for param in written.values():
+            access.gatherer.forget_written(param.ds_handle)
+        for param in written.values():
+            raise RuntimeError(
+                f"parameter '{param.ds_handle.name}' {tuple(param.shape)} was written inside "
+                "deepspeed.zero.GatheredParameters without a modifier_rank, and "
+                "zero_optimization.enable_sanity_checks is true: pass modifier_rank=0 to change it on all ranks"
+            )
+        return
+    _refuse_different(access, params, {n: _digest(param) for n, param in written.items()})
+    sharding.write_back(list(written.values()))
+
+
+def _refuse_different(access, params, digests):
+    if access.world == 1:
+        return
+    found = [None] * access.world
+    with suppress_logging():
+        dist.all_gather_object(found, digests, group=access.group)
+    for n in sorted({n for one in found for n in one}):
+        if any(one.get(n) != found[0].get(n) for one in found):
+            raise RuntimeError(
+                f"parameter '{params[n].ds_handle.name}' was written inside deepspeed.zero.GatheredParameters without "
+                "a modifier_rank, and ranks have written different values. Pass modifier_rank=0, or write the same on "
+                "every rank"
+            )
+
+
+def _digest(param):
+    values = param.detach().reshape(-1).contiguous().cpu()
+    return hashlib.sha256(values.view(torch.uint8).numpy()).hexdigest()
 
 
 def _spread_whole(params, rank):

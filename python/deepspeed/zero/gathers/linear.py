@@ -31,6 +31,11 @@ def _set_up(ctx, inputs, output):
     ctx.save_for_backward(input, weight)
 
 
+def _rows(tensor):
+    """All leading dimensions as one; -1 would not do for a tensor without elements."""
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
 def _gradients(ctx, grad_output, product):
     """Of input, weight and bias, where they are asked for. ``product``: ``torch.matmul``, or a replacement."""
     input, weight = ctx.saved_tensors
@@ -38,11 +43,11 @@ def _gradients(ctx, grad_output, product):
     if torch.is_grad_enabled():  # create_graph: the weight is not gathered for that graph, so it keeps the values
         weight = weight.view_as(weight)
     with ctx.autocast():
-        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        rows = _rows(grad_output)
         if ctx.needs_input_grad[0]:
             grad_input = product(grad_output, weight)
         if ctx.needs_input_grad[1]:
-            grad_weight = product(rows.t(), input.reshape(-1, input.shape[-1]))
+            grad_weight = product(rows.t(), _rows(input))
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
     return grad_input, grad_weight, grad_bias
@@ -123,27 +128,13 @@ class LinearModuleForZeroStage3(torch.nn.Linear):
         return zero3_linear_wrap(input, self.weight, self.bias)
 
 
-_users = 0
-
-
 def _linear(input, weight, bias=None):
-    chosen = is_sharded(weight) and weight.ds_access.efficient_linear
+    chosen = is_sharded(weight) and weight.ds_access.efficient_linear and not weight.ds_handle.persistent
     return zero3_linear_wrap(input, weight, bias) if chosen else _torch_linear(input, weight, bias)
 
 
-def use_for_sharded_weights():
-    """``torch.nn.functional.linear`` keeps no view of sharded weights whose ``ds_access`` says ``efficient_linear``.
-
-    Undone when ``stop_using`` has been called as often.
-    """
-    global _users
-    _users += 1
-    torch.nn.functional.linear = _linear
-
-
-def stop_using():
-    """Undoes one ``use_for_sharded_weights``."""
-    global _users
-    _users -= 1
-    if _users == 0 and torch.nn.functional.linear is _linear:
-        torch.nn.functional.linear = _torch_linear
+def scope():
+    """While a model with hooks of this scope runs, ``torch.nn.functional.linear`` keeps no view of sharded weights
+    whose ``ds_access`` says ``efficient_linear``. At any other time it is torch's own, which TorchScript knows. A
+    weight that stays gathered may have a view."""
+    return _native._C.LinearScope(vars(torch.nn.functional), _linear)

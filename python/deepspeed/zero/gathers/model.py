@@ -22,11 +22,12 @@ class ModelAccess:
         ranks = ranks_of(param)
         return self.access if ranks is None else self.own[id(ranks.copies)]
 
-    def attach(self, module, core, give_up=None):
+    def attach(self, module, core, give_up=None, checks_writes=False):
         """From now on the engine's core gathers them. ``give_up``: a method of an engine that does not train; another
-        engine for the model calls it first, see ``take_over``."""
+        engine for the model calls it first, see ``take_over``. ``checks_writes``: see ``ShardAccess``."""
         attached = {id(plain): plain.through(core) for plain in [self.access, *self.own.values()]}
         for access in attached.values():
+            access.checks_writes = checks_writes
             access.give_up = weakref.WeakMethod(give_up) if give_up is not None else None
         for name, param in module.named_parameters():
             param.ds_handle.name = name

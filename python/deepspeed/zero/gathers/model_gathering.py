@@ -37,23 +37,25 @@ class ModelGathering:
             _invalidate_trace=lambda: None,
             reset_step=lambda: None,
         )
-        self.hooks = ModuleHooks(core, granularity)
+        self.linear = linear.scope() if mem_efficient_linear else None
+        self.hooks = ModuleHooks(core, granularity, self.linear)
         self.backward_hooks = []
         self._held = {}  # what pre_sub_module_* has gathered: id of the module -> lists of parameters
         self.mem_efficient_linear = mem_efficient_linear
         # A dropped engine takes its hooks off, too.
         weakref.finalize(self, self.hooks.remove).atexit = False
-        self._leave_linear = None
         if mem_efficient_linear:
-            linear.use_for_sharded_weights()
-            self._leave_linear = weakref.finalize(self, linear.stop_using)
-            self._leave_linear.atexit = False
             for param in sharded_parameters_of(module):
                 param.ds_access.efficient_linear = True
         self.setup_zero_stage3_hooks()
 
     # Handles of the hooks on modules; a caller may remove them and empty the list.
     forward_hooks = forwarded("hooks.forward_hooks")
+
+    def end_linear(self):
+        """Modules of a call that raised, and of a recomputation that torch ended early, are left."""
+        if self.linear is not None:
+            self.linear.end()
 
     def setup_zero_stage3_hooks(self):
         for module in self.module.modules():
@@ -111,8 +113,7 @@ class ModelGathering:
 
     def destroy(self):
         self.hooks.remove(self.module)
-        if self._leave_linear is not None:
-            self._leave_linear()
+        self.end_linear()
         for module in self.module.modules():
             module.__dict__.pop("ds_external_parameters", None)
 

@@ -68,25 +68,25 @@ def _is_fine_grained(module, granularity):
 class ModuleHooks:
     """Installs and removes the hooks of a model tree."""
 
-    def __init__(self, core, granularity=0):
-        self.core = core
+    def __init__(self, core, granularity=0, linear=None):
+        self.core, self.linear = core, linear
         self.granularity = granularity
         self.forward_hooks = []
 
     def install(self, root):
         """Hooks on ``root`` for the whole call, and on every module with parameters that come and go."""
         self._install(root)
-        self._first(root, _native._C.EnterHook(self.core, -1))
+        self._first(root, _native._C.EnterHook(self.core, -1, self.linear))
         # After the root's own unit, which the end of the whole call would forget.
-        self._hook(root.register_forward_hook, _native._C.LeaveHook(self.core, -1))
+        self._hook(root.register_forward_hook, _native._C.LeaveHook(self.core, -1, self.linear))
 
     def _install(self, module):
         params, whole = unit_parameters(module, self.granularity)
         if any(not p.ds_persist for p in params):
             unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
             module.__dict__["_ds_hook_unit"] = EngineLink(self.core, unit)
-            self._first(module, _native._C.EnterHook(self.core, unit))
-            self._hook(module.register_forward_hook, _native._C.LeaveHook(self.core, unit))
+            self._first(module, _native._C.EnterHook(self.core, unit, self.linear))
+            self._hook(module.register_forward_hook, _native._C.LeaveHook(self.core, unit, self.linear))
         if z3_leaf_module(module):
             self._first(module, _refuse_constant_inputs)
         if whole:

@@ -17,7 +17,8 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def _of_piece(value, param, offset, numel, master):
-    """The state of ``master`` for a state of ``param`` that an optimizer has made before its first step (Adagrad)."""
+    """The state of ``master`` for a state of ``param`` that an optimizer has from before (Adagrad makes it when it is
+    constructed; an optimizer may have made steps, or loaded states)."""
     part = in_memory_order(value, param)[offset : offset + numel].reshape(master.shape)
     return part.to(master.dtype, copy=True) if value.dtype == param.dtype else part.clone()
 
@@ -60,7 +61,7 @@ class DeepSpeedOptimizer:
             if param in state:
                 state[master] = {
                     key: _of_piece(value.detach(), param, offset, numel, master)
-                    if torch.is_tensor(value) and value.numel() == param.numel() and value.dim() > 0
+                    if torch.is_tensor(value) and value.numel() == numel_of(param) and value.dim() > 0
                     else value
                     for key, value in state[param].items()
                 }

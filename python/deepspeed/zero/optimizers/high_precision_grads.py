@@ -14,7 +14,7 @@ class HighPrecisionGrads:
 
     def create_grad_acc_hooks(self):
         """From now on a gradient is added to the fp32 ones, and ``.grad`` freed, as soon as backward has made it."""
-        self.core.forwarded([], False, 1.0)
+        self.core.forwarded([], False, 1.0, 1.0)
 
     def backward_epilogue(self, update_hp_grads=True, clear_lp_grads=False, **bwd_kwargs):
         """After it. Without ``update_hp_grads`` what lies in ``.grad`` stays there."""

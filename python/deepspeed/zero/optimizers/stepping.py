@@ -70,8 +70,12 @@ class Stepping:
                 f"{type(optimizer).__name__}: stochastic_rounding has no effect in this engine, which keeps fp32 "
                 "masters: nothing is lost there, and the model's 16-bit weights are the masters rounded to nearest."
             )
+        given = {master: state for master in self.masters if (state := optimizer.state.get(master))}
         optimizer.state.update(self._views())
         optimizer.fused_state = self
+        if given:  # of steps that it has made, or of load_state_dict
+            optimizer.state.update(given)
+            self.adopt()
 
     def _sizes_of_groups(self):
         return [len(group["params"]) for group in self.optimizer.param_groups]

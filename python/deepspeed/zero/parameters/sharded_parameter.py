@@ -72,6 +72,7 @@ class ShardAccess:
         self.group, self.world, self.rank = group, world, rank
         self.copies = copies if copies is not None else group  # every rank that trains the same parameters
         self.efficient_linear = False  # see zero.linear
+        self.checks_writes = False  # a write into gathered values without a modifier_rank is an error
         self.give_up = None  # see zero.model.take_over
 
     def through(self, core):
@@ -137,11 +138,26 @@ class ShardedParameter(torch.nn.Parameter):
     ds_process_group = ds_zero_param_process_group = forwarded("ds_access.group", False)
 
     @property
+    def data(self):
+        """As of any tensor. Writes to what it gives are not counted by torch: the parameter is compared with its slices
+        before it is released."""
+        values = torch.Tensor.data.__get__(self)
+        if not isinstance(self, ReleasedParameter):
+            self.ds_handle.data_given = True
+        return values
+
+    @data.setter
+    def data(self, values):
+        torch.Tensor.data.__set__(self, values)
+
+    @property
     def ds_tensor(self):
         """This rank's slice, flat: ``ceil(ds_numel / ranks)`` elements, the last rank's padded with zeros.
 
-        It may be written to, in place or with ``ds_tensor.data = values``; see ``own_slice``. Gathers read it from then
-        on. Other ranks may read it without asking: where they gather next, all must have written (``dist.barrier()``).
+        It may be written to, in place or with ``ds_tensor.data = values``; see ``own_slice``. What all ranks write before
+        a forward of the engine is what all read in it: a rank that has written waits for the others to come there, and
+        a rank that was there already without a write gets an error. Before ``GatheredParameters`` outside of a forward
+        the script calls ``dist.barrier()``.
         Where slices rest in files (``offload_param``) each access reads a copy, and ``ds_tensor.data = values`` writes.
         """
         handle = self.ds_handle
@@ -149,11 +165,16 @@ class ShardedParameter(torch.nn.Parameter):
         known = {"status": ZeroParamStatus.AVAILABLE, "ds_numel": shard.numel(), "final_location": None}
         if handle.in_file:
             known["final_location"] = OffloadDeviceEnum.nvme
-            return OwnSlice.of(shard, handle.name, handle.set_slice, **known)
+            return OwnSlice.of(shard, handle.name, handle.set_slice, self._before_slice_write, **known)
         found = self.__dict__.get("_ds_slice")
         if found is None or not found.shows(shard):
-            found = self.__dict__["_ds_slice"] = OwnSlice.of(shard, handle.name, **known)
+            found = self.__dict__["_ds_slice"] = OwnSlice.of(
+                shard, handle.name, before=self._before_slice_write, **known
+            )
         return found
+
+    def _before_slice_write(self):
+        self.ds_access.gatherer.before_slice_write()
 
     @ds_tensor.setter
     def ds_tensor(self, values):
@@ -198,7 +219,12 @@ class ShardedParameter(torch.nn.Parameter):
         }
 
     def __deepcopy__(self, memo):
-        """A sharded copy with a slice of its own; no rank needs another one for it."""
+        """A sharded copy with a slice of its own; no rank needs another one for it. Inside ``GatheredParameters`` a
+        plain parameter, which keeps the values."""
+        if self.__dict__.get("_ds_gathered") and not isinstance(self, ReleasedParameter):
+            copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            memo[id(self)] = copy
+            return copy
         access, empty = self.ds_access, torch.empty(0, dtype=self.ds_handle.dtype, device=self.ds_handle.device)
         copy = torch.nn.Parameter(empty, self.requires_grad)
         if access.core is not None:
@@ -222,8 +248,12 @@ class ReleasedParameter(ShardedParameter):
         kwargs = kwargs or {}
         name = operation_of(func)
         if is_data_getter(func):
+            if args[0].ds_access.gatherer.touch(args[0].ds_handle):  # inside a call of the model
+                return args[0].data
             return as_released(run_plainly(func, args, kwargs), args[0].ds_handle.name, tuple(args[0].ds_shape))
         if func == torch.Tensor.data.__set__ and args[1].numel() > 0:
+            if args[0].ds_access.gatherer.touch(args[0].ds_handle):
+                return func(*args)
             raise RuntimeError(untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
         given = first_of(args, kwargs)
         if needs_no_values(name, given, ReleasedParameter):
