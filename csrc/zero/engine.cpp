@@ -44,6 +44,18 @@ StateBytes bytes_of_states(const std::vector<ParamSpec>& params, const comm::Com
   return found;
 }
 
+// Of parameters that all ranks have alike: a number that says what was written into each.
+Agreement::Numbers written_values(ParamGatherer& gatherer, const std::vector<ShardedParamPtr>& alike, bool all) {
+  Agreement::Numbers found;
+  for (const ShardedParamPtr& param : alike) {
+    const bool written = gatherer.written(*param);
+    if (!written && !all) continue;
+    found.emplace_back("the checksum of what was written into parameter '" + param->name() + "'",
+                       written ? param->checksum() : 0.0);
+  }
+  return found;
+}
+
 }  // namespace
 
 StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options) {
@@ -146,27 +158,17 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
   gathering.keeps_writes = true;
   gathering.on_failure = [this](const std::exception& error) { tell_others(error); };
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), std::move(gathering));
-  grads_.agreement().ask([this](bool all) { return written_values(all); });
+  grads_.agreement().ask([this, alike = store_.sharded_groups().front().second](bool all) {
+    return written_values(*gatherer_, alike, all);
+  });
   gatherer_->release_all();
   gatherer_->source().before_write();
   gatherer_->source().after_write();  // the shards have their values
   gatherer_->mark_persistent();
-  alike_ = store_.sharded_groups().front().second;
 }
 
 Engine::~Engine() = default;
 
-// Of parameters that all ranks have alike: a number that says what was written into each.
-Agreement::Numbers Engine::written_values(bool all) {
-  Agreement::Numbers found;
-  for (const ShardedParamPtr& param : alike_) {
-    const bool written = gatherer_->written(*param);
-    if (!written && !all) continue;
-    found.emplace_back("the checksum of what was written into parameter '" + param->name() + "'",
-                       written ? param->checksum() : 0.0);
-  }
-  return found;
-}
 
 // One rank alone may fail to make its files, and opening a communicator cannot be aborted.
 void Engine::meet_where_files_are() const {

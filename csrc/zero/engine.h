@@ -59,7 +59,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void meet_where_files_are() const;
   StepReport make_step(const StepInputs& inputs);
   void tell_others(const std::exception& error) const;
-  Agreement::Numbers written_values(bool all);
   std::vector<std::pair<std::string, std::string>> nonfinite_grads();
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
@@ -74,7 +73,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Stepper stepper_;
   std::unique_ptr<StepStrategy> strategy_;
   std::unique_ptr<ParamGatherer> gatherer_;
-  std::vector<ShardedParamPtr> alike_;  // sharded over everyone
   BackwardSession backward_;
   UserWrites writes_;
   StateAccess states_;

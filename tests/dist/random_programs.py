@@ -220,6 +220,8 @@ class Run:
         self.plain = Plain(seeded(net, seed=3).to(self.engine.device), made)
         self.params = dict(self.engine.module.named_parameters())
         self.sharded = made["stage"] == 3
+        # Whole weights that are not the masters: the next step writes over what param.data has written in place.
+        self.apart = not self.sharded and (made["dtype"] == "bf16" or made["offload"] is not None)
         # Masters of 16-bit weights are compared with sums that PyTorch rounds elsewhere.
         self.tolerance = 4e-2 if made["dtype"] == "bf16" else 2e-4
 
@@ -309,7 +311,7 @@ class Run:
 
     def behind(self, number):
         name, param, factor, more = self.chosen(number)
-        if not self.sharded and self.made["dtype"] == "bf16":  # the next step writes over it
+        if self.apart:
             return self.unasked(number)
         with deepspeed.zero.GatheredParameters([param], enabled=self.sharded):
             self.plain.put(name, self.plain.weight(name).mul_(factor).add_(more))
@@ -334,7 +336,7 @@ class Run:
 
     def inside(self, number):
         _, _, factor, more = self.chosen(number)
-        if not self.sharded and self.made["dtype"] == "bf16":
+        if self.apart:
             return self.evaluate(number)
         x, _, extra = batch(number, self.rank)
         for name, to_add in (("scale", more), ("middle.weight", 0.0)):
@@ -347,12 +349,10 @@ class Run:
         first = self.engine
         for param in [*self.params.values(), *self.plain.params.values()]:
             param.requires_grad_(True)
-        masters = {name: safe_get_full_fp32_param(param) for name, param in self.params.items()}
         self.engine = engine_of(first.module, config_of(self.made, self.folder))
         refused(RuntimeError, "another engine of this engine's model", first.step)
-        if self.plain.narrow:
-            for name, value in masters.items():
-                self.plain.params[name].data.copy_(value.to(self.plain.narrow))
+        for param in self.plain.params.values() if self.plain.narrow else ():
+            param.data.copy_(param.data.to(self.plain.narrow))  # its masters are made of the narrow weights
         self.plain.start_again()
 
     def data(self, number):

@@ -1,6 +1,5 @@
 """What all ranks must have alike: configurations at ``deepspeed.initialize``, and what scripts change later."""
 
-import os
 import tempfile
 
 import pytest
@@ -42,7 +41,7 @@ def test_configurations_that_differ(rank, world, words):
 
 @on_ranks(2)
 def test_what_ranks_report_may_differ(rank, world):
-    csv = {"enabled": True, "output_path": os.path.join(tempfile.mkdtemp(), f"of rank {rank}"), "job_name": "job"}
+    csv = {"enabled": True, "output_path": tempfile.mkdtemp(prefix=f"rank{rank}-"), "job_name": "job"}
     take_step(make_engine(rank, csv_monitor=csv, wall_clock_breakdown=bool(rank)))
 
 

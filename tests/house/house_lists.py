@@ -123,7 +123,7 @@ ALLOCATIONS = {
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
     "zero/spaces/param_store_homes.cpp": (1, "old values that somebody else has kept: the memory is theirs"),
     "zero/gradients/flag_exchange.cpp": (1, _SMALL),
-    "zero/gradients/agreement.cpp": (2, _SMALL),
+    "zero/gradients/agreement.cpp": (3, _SMALL),
     "zero/gradients/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
     "zero/spaces/group_cut.cpp": (4, _CALL),
     "zero/step/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),

@@ -138,6 +138,7 @@ void ParamGatherer::mark_persistent() {
 }
 
 void ParamGatherer::refresh_persistent() {
+  forget_saved_again();
   std::vector<ShardedParam*> stale;
   for (const ShardedParamPtr& param : params_) {
     if (!param->available()) continue;
@@ -371,7 +372,6 @@ void ParamGatherer::end_backward() {
     for (const UsePtr& use : running_) let_go(use->params, false);
     running_.clear();
   }
-  if (!creates_graph_) forget_saved_again();
   creates_graph_ = false;
   for (const UsePtr& use : std::vector<UsePtr>(backward_)) {
     use->held = false;

@@ -139,7 +139,7 @@ class ParamGatherer {
   bool in_forward_ = false;
   int64_t forwards_ = 0;
   int64_t events_ = 0;  // starts and ends of backward parts
-  // Held from a backward with create_graph, inside forward or not, to the end of the next one without.
+  // Held from a backward with create_graph, inside forward or not, to the next step: several backwards may use its graph.
   std::vector<ShardedParam*> saved_again_;
   bool creates_graph_ = false;
   std::vector<int32_t> trace_, recording_;

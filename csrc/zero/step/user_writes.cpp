@@ -28,7 +28,6 @@ void UserWrites::know() {
 }
 
 void UserWrites::know(size_t param) {
-  if (const ShardedParamPtr& sharded = store_.spec(param).sharded) sharded->know_values();
   versions_[param] = version_of(store_.spec(param).tensor);
   came_home_[param] = 0;
 }
