@@ -24,11 +24,11 @@ inline c10::Device test_device() {
 }
 
 template <typename Function>
-Function* standin_function(Function*, const char* name) {
+Function* standin_function(const char* name) {
   static void* const library = dlopen(stand_in("standin").c_str(), RTLD_NOW | RTLD_GLOBAL);
   return reinterpret_cast<Function*>(dlsym(library, name));
 }
-#define STANDIN(function) standin_function(&function, #function)
+#define STANDIN(function) standin_function<decltype(function)>(#function)
 
 // Waits for all queued work and returns the faults that the stand-in device has found since the last call.
 inline std::vector<std::string> standin_faults_found() {
