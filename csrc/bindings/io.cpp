@@ -48,7 +48,7 @@ std::string folder_bytes(const py::object& folder) {
   return py::module_::import("os").attr("fsencode")(folder).cast<std::string>();
 }
 
-py::object text_of(const std::string& path) {
+py::object decoded_path(const std::string& path) {
   return py::reinterpret_steal<py::object>(
       PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
 }
@@ -57,8 +57,9 @@ void translate(std::exception_ptr pending) {  // NOLINT(performance-unnecessary-
   try {
     if (pending) std::rethrow_exception(pending);
   } catch (const FileError& e) {
-    const py::object error = py::module_::import("builtins").attr("OSError")(e.code(), text_of(e.what()));
-    error.attr("path") = text_of(e.path());
+    const py::object error =
+        py::module_::import("builtins").attr("OSError")(e.code(), decoded_path(std::string(e.what())));
+    error.attr("path") = decoded_path(e.path());
     error.attr("offset") = e.offset();
     error.attr("bytes") = e.bytes();
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
@@ -107,7 +108,7 @@ DS_BINDINGS(m) {
       "path_below",
       [](const py::object& folder, const py::object& name, const py::object& source, const std::string& kind) {
         const std::string said = printable(source);
-        return text_of(path_below(folder_bytes(folder), name_bytes(name, said), said, name_kind(kind)));
+        return decoded_path(path_below(folder_bytes(folder), name_bytes(name, said), said, name_kind(kind)));
       },
       "folder"_a, "name"_a, "source"_a, "kind"_a = "path");
   io.def(
