@@ -57,7 +57,7 @@ void hooks(benchmark::State& state) {
   const auto plain = parameters(), again = parameters(), hooked = parameters(), used = parameters();
   AccumulatorHooks nothing;
   int64_t fired = 0;
-  for (const at::Tensor& param : hooked) nothing.add(param, [&fired] { ++fired; });
+  for (const at::Tensor& param : hooked) nothing.add(param, [](const at::Tensor& grad) { return grad; }, [&fired] { ++fired; });
   const auto engine = engine_of(used, static_cast<int>(state.range(0)));
   engine->backward().register_hooks();
 
