@@ -227,7 +227,7 @@ class Call {
 
   void fit(const at::Tensor& tensor, const at::Tensor& meta) {
     if (tensor.sizes() == meta.sizes()) return;
-    resize(tensor, meta.sizes(), c10::nullopt);
+    standin::resize(tensor, meta.sizes(), c10::nullopt);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
     add_access(accesses_, tensor, true);
   }
@@ -293,7 +293,7 @@ class Call {
       if (!written(schema_.arguments()[i])) continue;
       const std::vector<at::Tensor> targets = tensors_of(arguments_[i]), sources = tensors_of(cpu[i]);
       for (size_t j = 0; j < targets.size(); ++j) {
-        if (targets[j].sizes() != sources[j].sizes()) resize(targets[j], sources[j].sizes(), c10::nullopt);
+        if (targets[j].sizes() != sources[j].sizes()) standin::resize(targets[j], sources[j].sizes(), c10::nullopt);
         at::Tensor(targets[j]).copy_(sources[j]);
       }
     }
