@@ -17,10 +17,10 @@ inline const std::string& fake_nccl_path() {
 }
 
 template <typename Function>
-Function* fake_nccl_function(Function*, const char* name) {
+Function* fake_nccl_function(const char* name) {
   return reinterpret_cast<Function*>(dlsym(dlopen(fake_nccl_path().c_str(), RTLD_NOW), name));
 }
-#define FAKE_NCCL(function) fake_nccl_function(&function, #function)
+#define FAKE_NCCL(function) fake_nccl_function<decltype(function)>(#function)
 
 class FakeNcclTest : public testing::Test {
  protected:
