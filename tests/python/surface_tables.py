@@ -6,6 +6,7 @@ Names are written "module", "module:name" or "module:name.member".
 # Parameters with defaults that only ours have: "class", "class.method" or "function" -> names.
 OWN_PARAMETERS = {
     "DeepSpeedConfig": ["world_size"],
+    "DeepSpeedEngine.backward": ["gradient"],
     "DeepSpeedEngine.zero_grad": ["set_to_none"],
     "BF16_Optimizer": ["engine"],
     "DeepSpeedZeroOptimizer": ["engine"],
