@@ -160,9 +160,13 @@ void ParamGatherer::meet_writes() {
   bool wrote = false;
   for (const ShardedParamPtr& param : params_) wrote = wrote || param->slice_written();
   if (!options_.keeps_writes || !source_->meet_writes(wrote, forwards_)) return;
+  // Through param.data, and not to the slice: other ranks' slices may have been written meanwhile.
+  const auto wrote_data = [](const ShardedParam& param) {
+    return param.data_given && !param.slice_written() && param.own_part_differs();
+  };
   std::vector<ShardedParam*> stale;
   for (const ShardedParamPtr& param : params_)
-    if (param->available() && param->buffer().defined() && !param->written() && !param->kept)
+    if (param->available() && param->buffer().defined() && !param->written() && !param->kept && !wrote_data(*param))
       stale.push_back(param.get());
   source_->refresh(stale);
   for (ShardedParam* param : stale) param->know_values();

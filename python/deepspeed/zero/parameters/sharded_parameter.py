@@ -174,7 +174,10 @@ class ShardedParameter(torch.nn.Parameter):
         return found
 
     def _before_slice_write(self):
-        self.ds_access.gatherer.before_slice_write()
+        gatherer, handle = self.ds_access.gatherer, self.ds_handle
+        gatherer.before_slice_write()
+        if gatherer.written(handle):  # the slice has what was written to the gathered values, and then more
+            handle.write_back()
 
     @ds_tensor.setter
     def ds_tensor(self, values):
