@@ -164,8 +164,14 @@ class Player : public GradArrivals {
   // Another integer for each gradient; a mean over up to four ranks is exact.
   static double value(int rank, int number) { return 4.0 * (1 + rank + 5 * number); }
   at::Tensor gradient(int param, double value) { return at::full({4 + 2 * param}, value); }
-  void come(int param, double value) {
-    weights_[param].mutable_grad() = gradient(param, value);
+  void come(int param, double value) {  // as autograd accumulates it
+    const at::NoGradGuard guard;
+    at::Tensor& grad = weights_[param].mutable_grad();
+    if (grad.defined()) {
+      grad.add_(gradient(param, value));
+    } else {
+      grad = gradient(param, value);
+    }
     grads().on_grad(param);
   }
 

@@ -190,7 +190,7 @@ TEST(OptionKeys, EachChangesTheOptionsOrSaysWhyNot) {
 }
 
 TEST(OptionKeys, AMarkIsTold) {
-  const std::string text = R"({"zero_optimization": {"contiguous_gradients": true}, "datastates_ckpt": {"mine": 1},
+  const std::string text = R"({"zero_optimization": {"round_robin_gradients": true}, "datastates_ckpt": {"mine": 1},
                                "vocabulary_size": null})";
   const config::Schema& schema = config::schema(config::Root::kTraining);
   const config::Config config = config::resolve(config::read_text(text, "test"), schema, {});
@@ -200,12 +200,12 @@ TEST(OptionKeys, AMarkIsTold) {
   }
   ASSERT_EQ(told.size(), 2u);
   EXPECT_TRUE(says(told[0],
-                   "zero_optimization.contiguous_gradients = true (line 1) is accepted and has no effect here, "
-                   "because gradients always"));
+                   "zero_optimization.round_robin_gradients = true (line 1) is accepted and has no effect here, "
+                   "because every bucket"));
   EXPECT_EQ(told[1].find("datastates_ckpt.mine: "), 0u) << told[1];
   const std::string explained = config::explain(config, schema);
-  EXPECT_TRUE(says(explained, "line 1; accepted, no effect here, because gradients always"));
-  EXPECT_TRUE(says(explained, "default; accepted, no effect here, because every bucket belongs"));
+  EXPECT_TRUE(says(explained, "default; accepted, no effect here, because gradients always"));
+  EXPECT_TRUE(says(explained, "line 1; accepted, no effect here, because every bucket belongs"));
   EXPECT_TRUE(says(explained, "line 1; accepted, no effect here, because snapshots are"));
   EXPECT_TRUE(says(config::docs(), "*Accepted, no effect here, because gradients always"));
   EXPECT_TRUE(says(config::json_schema(schema), "\"x-ds-no-effect\": \"because gradients always"));

@@ -293,5 +293,19 @@ TEST(Speculative, GradientsThatTheUserChanges) {
   EXPECT_TRUE(at::equal(changed.weight, plain.weight));
 }
 
+TEST(Speculative, GradientsThatTheUserReplaces) {
+  const storage::Placement host = at_rest(Medium::kHost);
+  One changed({host, {}, host}, 1), plain({host, {}, host}, 1);
+  for (One* one : {&changed, &plain}) {
+    for (int step = 0; step < 3; ++step) {
+      one->backward();
+      if (one == &plain) one->engine->strategy().forget();
+      if (one->second.grad().defined()) one->second.mutable_grad() = at::full_like(one->second.grad(), 0.5 + step);
+      one->engine->step(adam_inputs(1.0f));
+    }
+  }
+  EXPECT_TRUE(at::equal(changed.second, plain.second));
+}
+
 }  // namespace
 }  // namespace ds::zero

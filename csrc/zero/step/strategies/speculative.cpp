@@ -177,8 +177,15 @@ class Speculative : public StepStrategy, public GradArrivals {
     return at != Medium::kDevice;
   }
 
-  static int64_t version_of(const ParamSpace& space) {
-    return space.grad.data.defined() ? space.grad.data._version() : 0;
+  // A number that changes when somebody writes into the gradients of the space, or puts others into .grad.
+  uint64_t version_of(const ParamSpace& space) const {
+    uint64_t version = space.grad.data.defined() ? space.grad.data._version() : 0;
+    for (const int32_t param : space.params) {
+      const at::Tensor& shown = store_.spec(param).tensor.grad();
+      if (!shown.defined()) continue;
+      version = version * 31 + shown._version() + reinterpret_cast<uintptr_t>(shown.unsafeGetTensorImpl());
+    }
+    return version;
   }
 
   bool used_as_guessed(const Ahead& ahead) const {
@@ -272,7 +279,7 @@ class Speculative : public StepStrategy, public GradArrivals {
   bool guessing_ = false;
   bool would_have_held_ = true;  // the guess of the last step
   std::vector<std::shared_ptr<Ahead>> ahead_;
-  std::vector<int64_t> versions_;                // of each space's gradients, at the end of the backward
+  std::vector<uint64_t> versions_;               // of each space's gradients, at the end of the backward
   std::vector<std::vector<uint8_t>> confirmed_;  // of each space, its buckets; empty: none
   int64_t kept_ = 0, undone_ = 0, waited_ = 0;
   double waited_ms_ = 0;
