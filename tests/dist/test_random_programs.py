@@ -34,6 +34,13 @@ SHRUNK = {
         {**PLAINEST, "persist": 0},
         [("load", 784), ("train", 478)],
     ),
+    "seed 41: another engine forgot what was written": (PLAINEST, [("unasked", 568), ("again", 126), ("train", 147)]),
+    "seed 193: a slice undid a write through param.data": (PLAINEST, [("behind", 766), ("slice", 673)]),
+    "seed 250: a gathered write undid a slice": (PLAINEST, [("inside", 586), ("slice", 765)]),
+    "seed 250: a rank that was ahead wrote its slice": (
+        {**PLAINEST, "world": 2, "optimizer": "AdamW"},
+        [("evaluate", 914), ("slice", 765), ("train", 693)],
+    ),
     "seed 38: a gathered write undid a write in place": (PLAINEST, [("write", 149), ("write", 256), ("train", 131)]),
 }
 

@@ -2,8 +2,12 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
+#include <utility>
 
+#include "base/clock.h"
 #include "zero/gathers/shard_source.h"
 #include "zero/rank_failures.h"
 
@@ -33,7 +37,11 @@ class Peers {
     end_reading();  // of a forward that raised
     refuse_missed(forward - 1);
     int64_t latest = round_ + (wrote ? 1 : 0);
-    for (int rank = 0; rank < ranks_->size(); ++rank) latest = std::max(latest, memory_->meeting(rank).round);
+    for (int rank = 0; rank < ranks_->size(); ++rank) {
+      const comm::PeerMemory::Meeting theirs = memory_->meeting(rank);
+      // A rank that is ahead waits for a later forward of this one.
+      if (wrote || theirs.forward <= forward) latest = std::max(latest, theirs.round);
+    }
     const bool meets = latest > round_;
     if (meets) {
       round_ = latest;
@@ -41,6 +49,7 @@ class Peers {
       memory_->await_round(round_);
     }
     memory_->set_reading(true, finished_);
+    memory_->come_to({round_, forward});  // it is seen behind the line above
     return meets;
   }
   void publish() {
@@ -59,7 +68,18 @@ class Peers {
     finished_ = round_;
     memory_->set_reading(false, finished_);
   }
-  void await_readers() const { memory_->await_readers(round_); }
+  // Before a write of the user. Others may still be on their way to the forward that this rank has ended; ranks need not
+  // have as many forwards, so that they are waited for only once, and for a moment.
+  void await_readers() {
+    if (ranks_->size() == 1) return;
+    if (std::exchange(waited_, forward_) != forward_) {
+      const auto end = Clock::now() + milliseconds(1000);
+      for (int rank = 0; rank < ranks_->size(); ++rank)
+        while (memory_->meeting(rank).forward < forward_ && Clock::now() < end)
+          std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    memory_->await_readers(round_);
+  }
   void look() const { refuse_missed(forward_); }
   void copy(const ShardedParam& param, const at::Tensor& buffer) const {
     each_slice(param, buffer, [](const at::Tensor& mine, const at::Tensor& theirs) { mine.copy_(theirs); });
@@ -95,7 +115,7 @@ class Peers {
   comm::CommunicatorPtr ranks_;
   comm::PeerMemoryPtr memory_;
   std::vector<at::Tensor> regions_;
-  int64_t version_ = 0, round_ = 0, finished_ = 0, forward_ = 0;
+  int64_t version_ = 0, round_ = 0, finished_ = 0, forward_ = 0, waited_ = 0;
 };
 
 class PeerSource : public ShardSource {
