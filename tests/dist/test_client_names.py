@@ -75,14 +75,18 @@ def _replaced(rank, world, told):
         def _report_progress(self, step):
             steps.append(step)
 
+        def _broadcast_model(self):
+            broadcasts.append(self)
+
         def clip_fp32_gradients(self):
             raise AssertionError("nobody calls this")
 
-    steps = []
+    steps, broadcasts = [], []
     config = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     model = torch.nn.Linear(4, 1)
     engine = Engine(args=None, model=model, model_parameters=model.parameters(), config=config)
     engine._support_torch_style_backward = True
+    assert broadcasts == [engine]
     with logged() as lines:
         for _ in range(4):
             engine.backward(engine(torch.ones(2, 4)).mean())

@@ -107,11 +107,11 @@ class Assembly(Part):
             self._make_sliced_optimizer(optimizer, groups)
             return
         if optimizer is None:
-            self._broadcast_model()
+            self.engine._broadcast_model()
             return
         engine.core, engine._param_names = build_core(groups, **self._core_options())
         self.shared.share()
-        self._broadcast_model()
+        self.engine._broadcast_model()
         engine.core.refresh_master()
         if not zero:
             checks.tell_of_missing_grads(engine, trained)
@@ -198,6 +198,7 @@ class Assembly(Part):
         checks_bf16 = engine.bfloat16_enabled() and engine._config.bfloat16_config.check_grad_overflow
         return engine.core, engine._param_names, engine.fp16_enabled() or checks_bf16, engine.global_rank
 
+    @member
     def _broadcast_model(self):
         """All data-parallel ranks start from rank 0's parameters and buffers."""
         engine = self.engine
