@@ -105,11 +105,11 @@ def start(cluster, launcher, script, *options, given=(), **more):
     returns the process. ``given``: arguments of the script."""
     pathlib.Path("train.py").write_text(script)
     env, reach = variables(**more), ["--launcher", launcher]
-    options = f"-F {cluster.path('ssh_config')}"
+    of_ssh = f"-F {cluster.path('ssh_config')}"
     if launcher == "ssh":
-        reach.append(f"--launcher_args={options}")
+        reach.append(f"--launcher_args={of_ssh}")
     elif launcher == "pdsh":
-        env["PDSH_SSH_ARGS_APPEND"] = options
+        env["PDSH_SSH_ARGS_APPEND"] = of_ssh
     elif launcher == "openmpi":
         reach.append("--launcher_args=--allow-run-as-root")
     elif launcher == "mpich":

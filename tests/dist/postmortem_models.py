@@ -1,6 +1,7 @@
 """The model of the tests of post-mortems, which ``ds_postmortem --model`` loads by the path of this file."""
 
 import functools
+import gc
 import glob
 import os
 import time
@@ -34,6 +35,8 @@ def only(folder):
 
 def said(capsys, *arguments):
     """The exit code of ``ds_postmortem`` and what it prints."""
+    gc.collect()  # engines of earlier tests log when they end
+    capsys.readouterr()
     code = main(list(arguments))
     out, error = capsys.readouterr()
     return code, out + error

@@ -35,7 +35,8 @@ def test_signatures():
         (name, None) for name in ("mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params")
     ]
     assert parameters(deepspeed.initialize) == none + [("distributed_port", 29500)] + tail
-    assert parameters(DeepSpeedEngine.backward)[1:] == [("retain_graph", False), ("scale_wrt_gas", True)]
+    flags = [("retain_graph", False), ("scale_wrt_gas", True), ("gradient", None)]
+    assert parameters(DeepSpeedEngine.backward)[1:] == flags
     assert parameters(DeepSpeedEngine.step) == [("lr_kwargs", None)]
     assert [name for name, _ in parameters(DeepSpeedEngine.save_checkpoint)] == [
         "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters",

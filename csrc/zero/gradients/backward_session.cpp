@@ -46,6 +46,14 @@ void add_graph_hook(const at::Tensor& tensor, const at::Tensor& source, const Ba
   torch::autograd::impl::set_gradient_edge(tensor, {std::move(hook), 0});
 }
 
+[[noreturn]] void refuse_other_ways() {
+  fail(ErrorKind::kRuntime,
+       "this loss.backward() reaches parameters of the model by other ways than the outputs of engine(...): a penalty "
+       "on weights, a call of engine.module, a tensor that the model keeps, or gradients of torch.autograd.grad. With "
+       "fp16 the loss scale comes in at the outputs alone, and those terms would lack it. Call engine.backward(loss), "
+       "or engine.scale(loss).backward(), which scale the whole loss");
+}
+
 }  // namespace
 
 void BackwardSession::register_hooks() {
@@ -172,14 +180,6 @@ at::Tensor BackwardSession::entering(const at::Tensor& grad) const {
   if (scale != 1.0 && outer_factor_ == 1.0) refuse_other_ways();
   const double factor = scale * user_factor_;
   return factor == 1.0 ? grad : at::mul(grad, factor);
-}
-
-void BackwardSession::refuse_other_ways() {
-  fail(ErrorKind::kRuntime,
-       "this loss.backward() reaches parameters of the model by other ways than the outputs of engine(...): a penalty "
-       "on weights, a call of engine.module, a tensor that the model keeps, or gradients of torch.autograd.grad. With "
-       "fp16 the loss scale comes in at the outputs alone, and those terms would lack it. Call engine.backward(loss), "
-       "or engine.scale(loss).backward(), which scale the whole loss");
 }
 
 // Whether the running backward leaves gradients in .grad of these parameters: torch.autograd.grad does not.

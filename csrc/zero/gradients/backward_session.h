@@ -88,7 +88,6 @@ class BackwardSession {
   at::Tensor entering(const at::Tensor& grad) const;
   bool accumulates() const;
   bool only_through_outputs() const;
-  [[noreturn]] static void refuse_other_ways();
   at::Tensor enter(const at::Tensor& grad);
   void queue_gathers_end();
   void leave_root();

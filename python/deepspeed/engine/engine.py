@@ -82,7 +82,6 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         if self.seq_parallel_group is not None:
             gradients.train_on(self, self.seq_parallel_group)
         self._parts.make(self)
-        self._agreement.compare_configurations()
         # Steps at an accumulation boundary, skipped ones included; and the same since this engine was made.
         self.global_steps = self.gas_boundary_ctr = 0
         self.global_samples = self.micro_steps = self.skipped_steps = 0

@@ -273,7 +273,7 @@ def test_reduce_ops():
 
 
 def test_names_of_torch_distributed_are_there_too():
-    assert dist.P2POp is torch.distributed.P2POp
+    assert dist.GroupMember is torch.distributed.GroupMember
     with pytest.raises(AttributeError):
         dist.no_such_function  # noqa: B018
 

@@ -18,7 +18,7 @@ MAY_DIFFER = {
     "timers", "trace.path", "wall_clock_breakdown", "wandb", "postmortem.dir", "postmortem.keep",
     "postmortem.max_bytes", "datastates_ckpt", "checkpoint.host_cache_size", "zero_optimization.offload_param",
     "zero_optimization.offload_optimizer", "data_efficiency.data_sampling.num_workers",
-    "data_efficiency.data_sampling.pin_memory",
+    "data_efficiency.data_sampling.pin_memory", "data_efficiency.data_sampling.dynamic_batching.metrics_path",
 }  # fmt: skip
 # Within those sections these count all the same: all ranks open monitors together, and rank 0 writes.
 ALIKE = {
@@ -66,15 +66,19 @@ def _ranks(ranks, most=8):
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
 
 
-@engine_parts.add("_agreement")
+@engine_parts.add("_agreement", order=-2)
 class Agreement(Part):
-    """A part of the engine."""
+    """A part of the engine, which is made before those that communicate: what they do depends on the configuration."""
 
     _rows = ()  # of the numbers that ``tell`` collects: (parameter group, key, position in its value or None)
     _names = ()
     _told = None  # the numbers that the core has
 
-    def compare_configurations(self):
+    def __init__(self, engine):
+        super().__init__(engine)
+        self._compare_configurations()
+
+    def _compare_configurations(self):
         """Raises ValueError on all ranks of the engine where their configurations differ."""
         parallel, values = self.engine.parallel, flat(self.engine._config.native.values())
         if parallel.dp_world_size == parallel.mp_world_size == 1:

@@ -59,8 +59,8 @@ class Assembly(Part):
                         param.data = param.data.to(dtype)
                     else:
                         own.cast(dtype)
+            kept = patterns_of(module, engine._config.keep_in_fp32_modules, engine.fp16_enabled())
             if buffer_dtype is not None:
-                kept = patterns_of(module, engine._config.keep_in_fp32_modules, engine.fp16_enabled())
                 cast_buffers(module, buffer_dtype, kept)
             if not dont_change_device:
                 move_module(module, engine.device)

@@ -24,12 +24,13 @@ class Backward(Part):
         self._reached = set()  # numbers of this micro-step's forwards that a backward has reached
         self._earlier = 0  # how many there were in the earlier micro-steps since the last step at a boundary
         self._hidden = False  # whether a forward returned an object in which no tensor was found
+        self._stepping = False  # in a step, when no backward can come
 
     @property
     def reached(self):
         """Numbers of the forwards since the last call of ``step`` that a backward has reached. Evaluation, and forwards
         that raised or that were made again, are not among them."""
-        if self.engine.core is not None:
+        if self.engine.core is not None and not self._stepping:
             self._reached.update(self.engine.core.take_reached())
         return self._reached
 
@@ -40,16 +41,18 @@ class Backward(Part):
         return self._earlier + max(len(self.reached), int(self.seen or self._hidden))
 
     def start_micro_step(self):
-        self.seen = self.trained = self._hidden = False
-        if self.engine.core is not None:
-            self.engine.core.take_reached()
+        self.seen = self.trained = self._hidden = self._stepping = False
         self._reached = set()
 
     def start_window(self):
+        if self.engine.core is not None:
+            self.engine.core.take_reached()
         self.start_micro_step()
         self._earlier = 0
 
     def before_micro_step(self, boundary):
+        self._reached = self.reached  # asked once, for all that want to know
+        self._stepping = True
         self.engine._agreement.tell()
         self.engine._assembly.shared.refuse()
         self._end_linear()
@@ -80,7 +83,7 @@ class Backward(Part):
     @member
     def forward(self, *inputs, **kwargs):
         """Runs the wrapped module. A plain ``backward()`` on what it returns trains, too."""
-        engine = self.engine
+        engine, self._stepping = self.engine, False
         if engine.fp16_enabled() and engine.fp16_auto_cast():
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
@@ -166,7 +169,7 @@ class Backward(Part):
         return loss
 
     def _run(self, loss, scale, parts, retain_graph):
-        engine = self.engine
+        engine, self._stepping = self.engine, False
         if not self.trained:  # there was no forward of the engine, which would have done so
             self._expect_step()
             engine._agreement.tell()
