@@ -7,6 +7,7 @@ import pprint
 
 import pytest
 
+import devices
 from harness import RankError, RankTimeout, run_ranks
 from random_programs import ProgramFailed, program_of, run_programs, shrunk
 from sampling import every_case
@@ -76,7 +77,12 @@ def test_programs(part, tmp_path):
         pytest.fail(f"{len(failures)} of {PART} programs fail. Seed {seed}: {text}\n{pprint.pformat(short, width=110)}")
 
 
-@pytest.mark.parametrize("name", SHRUNK)
+# Where ranks read each other's slices in shared memory. On devices a written slice of a parameter that stays gathered is
+# seen after the next step (docs/tutorials/zero-access.md).
+ON_THE_HOST = {"seed 250: a rank that was ahead wrote its slice"}
+
+
+@pytest.mark.parametrize("name", [name for name in SHRUNK if devices.NAME == "cpu" or name not in ON_THE_HOST])
 def test_programs_that_have_failed(name, tmp_path):
     assert failures_of([SHRUNK[name]], tmp_path) == []
 

@@ -70,7 +70,7 @@ void ParamStore::leave_with_values(const at::Tensor& own) const {
   const c10::DeviceGuard current(device_);
   c10::StorageImpl* left = own.storage().unsafeGetStorageImpl();
   const auto bytes = static_cast<int64_t>(left->nbytes());
-  if (bytes == 0) return;
+  if (bytes == 0 || device_.is_meta()) return;  // a planned gradient has no values
   const at::Tensor copy = at::empty({bytes}, at::TensorOptions().device(device_).dtype(at::kByte));
   copy.copy_(at::empty({0}, copy.options()).set_(own.storage(), 0, {bytes}, {1}));
   auto* kept = new c10::Storage(copy.storage());
