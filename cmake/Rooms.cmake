@@ -116,7 +116,7 @@ function(ds_test_parts name target)
   endforeach()
 endfunction()
 
-# What a test itself computes is little: the optimiser would take a sixth of the time of compiling it.
+# Tests compute little themselves: the optimiser would take a sixth of the time of compiling them.
 function(ds_compile_lightly target)
   target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
 endfunction()

@@ -44,7 +44,7 @@ StateBytes bytes_of_states(const std::vector<ParamSpec>& params, const comm::Com
   return found;
 }
 
-// Of parameters that all ranks have alike: a number that says what was written into each.
+// Numbers that say what was written into the parameters that all ranks have alike, one for each.
 Agreement::Numbers written_values(ParamGatherer& gatherer, const std::vector<ShardedParamPtr>& alike, bool all) {
   Agreement::Numbers found;
   for (const ShardedParamPtr& param : alike) {

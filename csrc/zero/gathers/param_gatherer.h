@@ -36,7 +36,7 @@ struct GathererOptions {
   int64_t persistence_numel = 100000;    // parameters with fewer elements stay gathered
   int64_t model_persistence_numel = INT64_MAX;  // elements that may stay gathered in all
   int64_t prefetch_numel = 50000000;            // elements fetched ahead, where fetching takes waiting
-  // What the user writes into gathered values is kept until the engine's slices have taken it (UserWrites).
+  // Writes of the user into gathered values are kept until the engine's slices have taken it (UserWrites).
   bool keeps_writes = false;
   // A slice of this rank could not be read: the other ranks wait for it, and are told.
   RankFailures::Tell on_failure = [](const std::exception&) {};

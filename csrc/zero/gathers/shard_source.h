@@ -50,7 +50,7 @@ class ShardSource {
   virtual void refresh(const std::vector<ShardedParam*>& params) = 0;
   // When forward number `forward` of this rank begins; `wrote`: its user has written to slices since the last one.
   // Where a rank has, all wait for each other, so that all read in that forward what was written before it; true then.
-  // Where nobody has, nobody waits. Fails where this rank has read slices in that forward that another one has written
+  // No rank waits where none has. Fails where this rank has read slices in that forward that another one has written
   // before. By collectives each rank sends its slice when it has come as far, and nobody has to meet.
   virtual bool meet_writes(bool /*wrote*/, int64_t /*forward*/) { return false; }
   // This rank's forward has ended; the user is about to write to slices of this rank, which waits until others' have.

@@ -27,7 +27,7 @@ class Agreement {
   void tell(int rank, std::vector<std::string> names, std::vector<double> numbers);
   Bits bits() const;
   static bool agrees(const Bits& sums);
-  // Which numbers differ, and on which ranks. Every rank calls it.
+  // The numbers that differ, with their ranks. Every rank calls it.
   std::string difference(const SpaceRanks& ranks, const c10::Device& device) const;
   [[noreturn]] void refuse(const SpaceRanks& ranks, const c10::Device& device, const std::string& more = {}) const;
   // The same apart from a backward: fails on every rank where they do not agree. Every rank calls it.

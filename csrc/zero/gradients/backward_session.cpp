@@ -176,7 +176,7 @@ void BackwardSession::finish() {
 at::Tensor BackwardSession::entering(const at::Tensor& grad) const {
   if (own_backward_) return grad;
   const double scale = at_outputs_ ? 1.0 : loss_scale_ / outer_factor_;
-  // What comes without a loss scale, of a backward that has not come through an output.
+  // The gradient comes without a loss scale, in a backward that has not come through an output.
   if (scale != 1.0 && outer_factor_ == 1.0) refuse_other_ways();
   const double factor = scale * user_factor_;
   return factor == 1.0 ? grad : at::mul(grad, factor);

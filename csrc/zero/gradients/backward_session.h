@@ -7,7 +7,7 @@
 // The loss scale is there for the small 16-bit gradients of activations, though, and has to come in at the outputs of
 // forward. Then a gradient that reaches a parameter by another way would lack it: such a loss is refused.
 //
-// torch.autograd.grad, which leaves nothing in .grad of parameters, is no backward, and its results have no factor.
+// torch.autograd.grad, which leaves nothing in .grad of parameters, is not a backward, and its results have no factor.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -2,8 +2,8 @@
 //
 // Only gradients that lie whole on every rank are shown, and only where they have the parameter's own dtype (autograd
 // allows no other). Edits of .grad count: in place they change the buffer itself; another tensor as
-// .grad is copied into the slot; a .grad that is gone is no gradient. Whoever keeps such a tensor (g = param.grad) when
-// its gradient is forgotten has it with its values from then on: the next gradient comes into another one.
+// .grad is copied into the slot; a .grad that is gone is not a gradient. A script that keeps such a tensor (g = param.grad)
+// when its gradient is forgotten has it with its values from then on: the next gradient comes into another one.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -36,7 +36,7 @@ class GradViews {
   const at::Tensor& slot(size_t param);
   void forget_slots() { slots_.assign(store_.size(), at::Tensor()); }  // the buffers are others
   void follow_moves();                                                 // the buffers have moved
-  void forget(size_t param);  // the gradient is no longer wanted, and .grad does not show it
+  void forget(size_t param);  // nobody wants the gradient any more, and .grad does not show it
 
   void attach(const std::vector<SlotState>& filled);  // .grad shows the slots that hold a gradient
   void attach(size_t param) { store_.spec(param).tensor.mutable_grad() = slot(param); }

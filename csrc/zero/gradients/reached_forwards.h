@@ -1,4 +1,4 @@
-// Which forwards a backward has reached: micro-batches whose gradients count. Evaluation, and forwards that raised or were
+// The forwards that a backward has reached: micro-batches whose gradients count. Evaluation, and forwards that raised or were
 // run again, are not among them.
 #pragma once
 #include <cstdint>

@@ -84,7 +84,7 @@ class ShardedParam {
   // The gathered values in memory order, numel() elements; undefined while not available.
   at::Tensor gathered() const;
 
-  // What the user writes into the gathered values, outside of GatheredParameters with a modifier_rank, counts as in a
+  // A write of the user into the gathered values, outside of GatheredParameters with a modifier_rank, counts as in a
   // process without an engine: such a parameter is not released before the slices have taken it (UserWrites).
   // written(): in place, or by another tensor as param.data. `data_given`: param.data was handed out, and writes to that
   // are not counted, so that whoever releases the parameter compares it with the slices; `kept`: it found another value.

@@ -7,6 +7,7 @@ import torch.distributed as _torch_distributed
 from deepspeed.comm import shm as _shm
 from deepspeed.comm.caller import get_caller_func
 from deepspeed.comm.collectives import (
+    P2POp,
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -17,9 +18,8 @@ from deepspeed.comm.collectives import (
     all_to_all_single,
     allgather_fn,
     barrier,
-    broadcast,
-    P2POp,
     batch_isend_irecv,
+    broadcast,
     broadcast_object_list,
     gather,
     inference_all_reduce,

@@ -5,16 +5,9 @@ from deepspeed.config.getters import resolved_sections
 _SECTION = "compression_training"
 
 
-def _nothing_wanted(deepspeed_config, call):
-    # Raises for a section that switches a method on; which methods are not built is known where keys are resolved.
-    section = resolved_sections(deepspeed_config, (_SECTION,))[_SECTION]
-    reduction, methods = section.get("layer_reduction", {}), section.items()
-    wanted = [name for name, method in methods if method.get("shared_parameters", {}).get("enabled")]
-    wanted += ["layer_reduction"] * bool(reduction.get("enabled"))
-    if wanted:
-        raise NotImplementedError(
-            f"{call}: compression by {', '.join(wanted)} is not in this build yet. Leave it out of {_SECTION}."
-        )
+def _refuse_methods(deepspeed_config):
+    # The configuration refuses each method that a section switches on, because none is built yet.
+    resolved_sections(deepspeed_config, (_SECTION,))
 
 
 def init_compression(model, deepspeed_config, teacher_model=None, mpu=None):
@@ -24,13 +17,13 @@ def init_compression(model, deepspeed_config, teacher_model=None, mpu=None):
         deepspeed_config: a dict or the path of a file with the section ``compression_training``.
 
     Raises:
-        NotImplementedError, DeepSpeedConfigError: the section switches a method on; none is built yet.
+        DeepSpeedConfigError: the section switches a method on; none is built yet.
     """
-    _nothing_wanted(deepspeed_config, "init_compression")
+    _refuse_methods(deepspeed_config)
     return model
 
 
 def redundancy_clean(model, deepspeed_config, mpu=None):
     """Returns ``model`` without the parts that its compression has removed. Arguments and errors: ``init_compression``."""
-    _nothing_wanted(deepspeed_config, "redundancy_clean")
+    _refuse_methods(deepspeed_config)
     return model

@@ -219,7 +219,7 @@ class ResumableDataLoader:
         self._batches_now = None  # what workers have prepared follows the schedule before
 
     def check_sizes(self, batch_size, accumulation_steps):
-        """ValueError where this loader cannot give batches of this size, or a step of so many batches."""
+        """Raises ValueError if this loader cannot give batches of this size, or a step of that many."""
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"the data loader's batch_size must be a whole number >= 1, got {batch_size!r}.")
         if self.curriculum is not None:

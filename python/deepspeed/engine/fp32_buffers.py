@@ -1,4 +1,4 @@
-"""Which buffers ``data_types.buffer_dtype`` leaves in fp32."""
+"""The buffers that ``data_types.buffer_dtype`` leaves in fp32."""
 
 import re
 

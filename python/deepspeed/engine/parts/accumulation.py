@@ -67,8 +67,8 @@ class Accumulation(Part):
         self.replan()
 
     def user_plan(self):
-        """Of a backward that the user runs next: whether it is reduced, the loss scale that it lacks, and what its
-        gradients are multiplied by besides."""
+        """Whether the next backward of the user is reduced, the loss scale that it lacks, and the other factor of its
+        gradients."""
         scale = 1.0 if self.user_scaled else self.engine.stepping.loss_scale
         return self.reduces_now(), scale, self.engine._dynamic.weight() / self.engine.gradient_accumulation_steps()
 

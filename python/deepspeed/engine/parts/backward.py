@@ -34,6 +34,13 @@ class Backward(Part):
             self._reached.update(self.engine.core.take_reached())
         return self._reached
 
+    def counted(self, forwards):
+        """The values of ``forwards``, ``{number: value}`` of this micro-step, that a backward has reached, by their
+        numbers. Where the engine's backward has reached none that it knows, because outputs were in an object of the
+        script, all count."""
+        numbers = self.reached or (forwards if self.seen else ())
+        return [forwards[number] for number in sorted(numbers) if number in forwards]
+
     @property
     def micro_batches(self):
         """Forwards that a backward has reached since the last step at a boundary; a backward whose forward is not known

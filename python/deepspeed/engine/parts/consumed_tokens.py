@@ -109,13 +109,6 @@ class ConsumedTokens(Part):
         if self.notes:
             self._forwards[number] = self._noted
 
-    def _trained(self):
-        """Tokens of the forwards of this micro-step that count: those that its backward has reached. Where the backward
-        of the engine has reached none that it knows, because outputs were in an object of the script, all count."""
-        backward = self.engine._backward
-        numbers = backward.reached or (self._forwards if backward.seen else ())
-        return [self._forwards[number] for number in sorted(numbers) if number in self._forwards]
-
     def see_micro_batch(self, inputs, number):
         """Counts the tokens in the inputs of a micro-batch of a pipeline, on the first stage."""
         if self.notes and torch.is_grad_enabled():
@@ -145,7 +138,7 @@ class ConsumedTokens(Part):
     def before_micro_step(self, boundary):
         if not self.notes:
             return
-        seen = [*self._seen, *self._trained()] if self._told is None else [(self._told, None)]
+        seen = [*self._seen, *self.engine._backward.counted(self._forwards)] if self._told is None else [(self._told, None)]
         for tokens, of_report in seen:
             self._window.append(None if tokens is None else through_hooks(self.engine, "effective_tokens", tokens))
             self._reported.append(of_report if tokens is None else self._window[-1])

@@ -109,8 +109,7 @@ class Operations(Part):
         if not self._wanted or hasattr(self.engine, "train_batch"):
             return
         backward = self.engine._backward
-        numbers = backward.reached or (self._forwards if backward.seen else ())
-        trained = [self._forwards[number] for number in numbers if number in self._forwards]
+        trained = backward.counted(self._forwards)
         known = None if None in trained else sum(trained)
         self._add(known)
         # A backward of the script is not seen: as is usual, it has twice the operations of its forward.

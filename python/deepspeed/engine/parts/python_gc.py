@@ -9,9 +9,7 @@ from deepspeed.engine.members import Part, engine_parts, member
 class PythonGC(Part):
     """Switches the collector of the process off while the engine lives: its pauses differ by rank, and ranks wait."""
 
-    def __init__(self, engine):
-        super().__init__(engine)
-        self._switched_off = False
+    _switched_off = False
 
     def start(self):
         if self.engine._config.disable_python_gc and gc.isenabled():

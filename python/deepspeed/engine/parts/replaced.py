@@ -15,9 +15,7 @@ _NOT_CALLED = {
 class Replaced(Part):
     """Looks for such methods once, before the first step, when a script has made its changes."""
 
-    def __init__(self, engine):
-        super().__init__(engine)
-        self._looked = False
+    _looked = False
 
     def before_step(self):
         if self._looked:
