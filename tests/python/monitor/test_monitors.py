@@ -359,10 +359,12 @@ def test_an_entry_point_joins(recorder, tmp_path):
 
 def test_one_thread_writes_for_all_monitors(registered, tmp_path):
     made = master(**csv_section(tmp_path), monitors={"recorder": {}})
-    before = threading.active_count()
+    before = set(threading.enumerate())  # threads of earlier tests may end in between
+    started = set()
     for step in range(20):
         made.write_events([("a", 1.0, step)])
-        assert threading.active_count() == before + 1
+        started |= set(threading.enumerate()) - before
+    assert len(started) == 1
     made.flush()
     assert len(made.monitors["recorder"].threads) == 1 and len(rows(tmp_path / "job" / "a.csv")) == 21
 
@@ -406,11 +408,11 @@ def test_a_monitor_that_never_returns_ends_no_wait(recorder, monkeypatch):
 
 def test_the_thread_ends_with_the_master(registered):
     made = master(monitors={"recorder": {}})
-    one, before = made.monitors["recorder"], threading.active_count()
+    one, before = made.monitors["recorder"], set(threading.enumerate())
     made.write_events([("a", 1.0, 1)])
-    assert threading.active_count() == before + 1
+    (thread,) = set(threading.enumerate()) - before
     del made
-    assert threading.active_count() == before and one.events == [("a", 1.0, 1)]
+    assert not thread.is_alive() and one.events == [("a", 1.0, 1)]
 
 
 PROGRAM = """
