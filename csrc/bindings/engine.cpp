@@ -73,7 +73,8 @@ zero::OptimizerRules rules_named(const std::vector<std::optional<std::string>>& 
 std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
                                     const std::vector<zero::ShardedParamPtr>& others, const Groups& groups,
                                     const PyConfig& config, int threads, const py::object& grad_dtype, int rank,
-                                    const std::vector<std::optional<std::string>>& rules) {
+                                    const std::vector<std::optional<std::string>>& rules,
+                                    std::shared_ptr<zero::Window> window) {
   const zero::EngineRanks ranks = engine_ranks(groups);
   try {
     const auto options = zero::engine_options(
@@ -83,7 +84,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
       specs.push_back({tensor, name, group, order, options.policy.shards_params() ? shard : nullptr,
                        static_cast<zero::GradForm>(form), rule, copied_along});
     py::gil_scoped_release unlocked;
-    return std::make_shared<Engine>(std::move(specs), others, options, ranks);
+    return std::make_shared<Engine>(std::move(specs), others, options, ranks, std::move(window));
   } catch (const Error& error) {
     // A folder or file that this rank alone cannot make or lock.
     if (error.kind() == ErrorKind::kRuntime) {
@@ -247,21 +248,20 @@ DS_BINDINGS(m) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), "params"_a, "others"_a, "groups"_a, "config"_a, "threads"_a,
-           "grad_dtype"_a, "rank"_a, "rules"_a)
-      .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), "outputs"_a, "reduce"_a,
-           "loss_scale"_a, "factor"_a)
-      .def("take_reached", [](Engine& self) { return self.backward().reached().take(); })
+           "grad_dtype"_a, "rank"_a, "rules"_a, "window"_a)
+      .def_property_readonly("window", [](Engine& engine) { return engine.backward().window(); })
+      .def("register_hooks", of(&Engine::backward, &BackwardSession::register_hooks))
+      .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), "outputs"_a)
       .def("step", &step, Unlocked(), "inputs"_a)
       .def("hook_input", of(&Engine::backward, &BackwardSession::hook_input), "input"_a)
-      .def("set_outer_factor", of(&Engine::backward, &BackwardSession::set_outer_factor), "factor"_a)
-      .def("plan_user_backward", of(&Engine::backward, &BackwardSession::plan), "reduce"_a, "loss_scale"_a, "factor"_a)
       .def(
           "begin_backward",
           // optional: torch 1.13 takes no None for a tensor
-          [](Engine& engine, bool reduce, const c10::optional<at::Tensor>& root) {
-            engine.failures().guard([&] { engine.backward().begin(reduce, root.value_or(at::Tensor())); });
+          [](Engine& engine, const c10::optional<at::Tensor>& root) {
+            engine.failures().guard(
+                [&] { engine.backward().begin(engine.backward().window()->reduces(), root.value_or(at::Tensor())); });
           },
-          Unlocked(), "reduce"_a, "root"_a = py::none())
+          Unlocked(), "root"_a = py::none())
       .def("end_backward", of(&Engine::backward, &BackwardSession::end), Unlocked())
       .def("abort_backward", of(&Engine::backward, &BackwardSession::abort), Unlocked())
       .def("abort_backward_together", of(&Engine::backward, &BackwardSession::abort_together), Unlocked())

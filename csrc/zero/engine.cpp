@@ -126,7 +126,7 @@ ShardSourcePtr Engine::shard_source() {
 }
 
 Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
-               EngineRanks ranks)
+               EngineRanks ranks, std::shared_ptr<Window> window)
     : policy_(options.policy),
       ranks_(std::move(ranks)),
       store_(params, store_options(params, options), std::move(others)),
@@ -134,7 +134,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
       grads_(store_, device_, options.reducer),
       stepper_(store_, device_, options.gather),
       strategy_(make_strategy(options.strategy, {store_, device_, grads_, &stepper_, options.step})),
-      backward_(store_, grads_, gatherer_, failures_,
+      backward_(store_, grads_, window ? std::move(window) : std::make_shared<Window>(), gatherer_, failures_,
                 [this] {
                   const auto alive = weak_from_this().lock();
                   return alive ? std::shared_ptr<BackwardSession>(alive, &backward_) : nullptr;
@@ -147,6 +147,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
       states_(store_, device_, grads_, stepper_, *strategy_, gatherer_, writes_) {
   if (store_.device().is_cpu()) keep_freed_memory();
   meet_where_files_are();
+  backward_.window()->facts().each_micro_step = policy_.reduce == ReduceAt::kMicroStep;
   grads_.tell(strategy_->arrivals());
   stepper_.set_beside(strategy_->runs_beside());
   if (!policy_.shards_params()) return;
@@ -168,7 +169,6 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
 }
 
 Engine::~Engine() = default;
-
 
 // One rank alone may fail to make its files, and opening a communicator cannot be aborted.
 void Engine::meet_where_files_are() const {
@@ -249,7 +249,6 @@ StepReport Engine::make_step(const StepInputs& inputs) {
   StepReport report = stepper_.report();
   report.written = writes_.take_names();
   states_.finish_step();
-  backward_.stepped();
   if (!std::isfinite(report.norm) && inputs.name_nonfinite) report.nonfinite = nonfinite_grads();
   backward_.clear_grads();
   if (inputs.scaler) {

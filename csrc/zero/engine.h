@@ -18,10 +18,11 @@ namespace ds::zero {
 // Create with std::make_shared. Calls come from one thread; only the hooks come from autograd's.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `others`: stage 3: sharded parameters that are not trained. A caller that makes one with something in files tells
-  // the other ranks of an error (tell_ranks): they wait in here until all have made their files.
+  // `others`: stage 3: sharded parameters that are not trained. `window`: null for one of its own. A caller that makes
+  // one with something in files tells the other ranks of an error (tell_ranks): they wait in here until all have made
+  // their files.
   Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
-         EngineRanks ranks);
+         EngineRanks ranks, std::shared_ptr<Window> window = nullptr);
   ~Engine();
 
   // One optimizer step on what backwards have left: reduces the rest, norm, decision, update, cast, gather; gradients

@@ -175,6 +175,6 @@ def test_an_evaluation_with_gradients_is_no_window(rank, world, tmp_path):
         engine.load_checkpoint(tmp_path, tag="t")
     finally:
         logger.warning = kept
-    assert engine._accumulation.in_window() == 0 and not any("accumulation window" in str(text) for text in said)
+    assert engine._window.trained == 0 and not any("accumulation window" in str(text) for text in said)
     engine.set_train_batch_size(6)
     assert engine.gradient_accumulation_steps() == 3

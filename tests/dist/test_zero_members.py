@@ -44,11 +44,9 @@ def test_states_go_and_come_back_bit_by_bit(rank, world, stage, bf16):
             assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == {torch.device("cpu")}
             assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()
             param = next(p for p in engine.module.parameters() if p.requires_grad)
-            engine._backward.seen = True
             refused(RuntimeError, "engine.step.*reload_states", engine.step)
             refused(RuntimeError, "save_checkpoint.*reload_states", engine.save_checkpoint, "/nowhere")
             refused(RuntimeError, "reload_states", deepspeed.utils.safe_get_full_optimizer_state, param, "exp_avg")
-            engine._backward.seen = False
             if stage < 3:
                 refused(RuntimeError, "engine.forward.*lp_params", engine, batch(0)[0])
                 refused(RuntimeError, "hp_params", safe_get_full_fp32_param, param)
@@ -161,7 +159,6 @@ def test_a_backward_between_prologue_and_epilogue(rank, world, stage, accumulate
                 engine.optimizer.backward_prologue()
                 engine.optimizer.scale_if_loss(loss / accumulate).backward()
                 engine.optimizer.backward_epilogue()
-                engine._backward.seen = True
             else:
                 engine.backward(loss)
             engine.step()

@@ -79,15 +79,15 @@ void BackwardSession::register_hooks() {
 }
 
 void BackwardSession::begin(bool reduce, const at::Tensor& root) {
-  if (own_backward_) end();  // it did not raise, or it would have been aborted; only its root saw no gradient
+  if (window_->own_backward()) end();  // it did not raise, or it would have been aborted; only its root saw no gradient
+  if (window_->user_backward()) window_->drop_backward();  // it raised half-way
   register_hooks();
-  user_backward_ = at_outputs_ = false;
-  own_backward_ = true;
+  window_->begin_own();
   grads_.begin(reduce);
   if (!root.defined() || !root.requires_grad()) return;
   root_ = root;
   root_hook_ = root.register_hook([weak = self_()](const at::Tensor& grad) -> at::Tensor {
-    if (const auto session = weak.lock(); session && session->own_backward_) session->queue_end();
+    if (const auto session = weak.lock(); session && session->window_->own_backward()) session->queue_end();
     return grad;
   });
 }
@@ -96,7 +96,7 @@ void BackwardSession::begin(bool reduce, const at::Tensor& root) {
 void BackwardSession::queue_end() {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = self_()] {
     const auto alive = weak.lock();
-    if (!alive || !(alive->user_backward_ || alive->own_backward_)) return;
+    if (!alive || !alive->window_->in_backward()) return;
     const StepClock::Guest here(*alive->store_.storage()->clock());
     alive->end();
   });
@@ -108,10 +108,8 @@ void BackwardSession::leave_root() {
 }
 
 void BackwardSession::end() {
-  reached_.keep();
-  own_backward_ = false;
-  const bool by_user = user_backward_;
-  user_backward_ = at_outputs_ = false;
+  const bool by_user = window_->user_backward();
+  window_->end_backward();
   leave_root();
   failures_.guard([this] {
     if (gatherer_) {
@@ -124,10 +122,8 @@ void BackwardSession::end() {
 }
 
 bool BackwardSession::abort() {
-  reached_.forget();
-  own_backward_ = false;
-  if (user_backward_) store_.storage()->clock()->leave_last(Phase::kBackward);
-  user_backward_ = at_outputs_ = false;
+  if (window_->user_backward()) store_.storage()->clock()->leave_last(Phase::kBackward);
+  window_->drop_backward();
   leave_root();
   if (gatherer_) gatherer_->end_backward();
   return grads_.abort();
@@ -135,9 +131,7 @@ bool BackwardSession::abort() {
 
 bool BackwardSession::abort_together() {
   if (!grads_.reducing()) return abort();
-  reached_.forget();
-  own_backward_ = false;
-  user_backward_ = at_outputs_ = false;
+  window_->drop_backward();
   leave_root();
   if (gatherer_) gatherer_->end_backward();
   try {
@@ -150,8 +144,7 @@ bool BackwardSession::abort_together() {
 }
 
 bool BackwardSession::join(bool reduce) {
-  const bool none = !had_user_backward_ && !grads_.dirty();
-  had_user_backward_ = false;
+  const bool none = !window_->counts().has_backward() && !grads_.dirty();
   // Whole gradients that are here without a backward were put here by hand, and are taken as they are.
   if (none && reduce && (!store_.policy().grads_on_params || !grads_.any())) {
     if (gatherer_) gatherer_->drain();
@@ -161,7 +154,7 @@ bool BackwardSession::join(bool reduce) {
 }
 
 void BackwardSession::finish() {
-  if (user_backward_) {
+  if (window_->user_backward()) {
     abort_together();
     fail(ErrorKind::kRuntime, "the last backward before this step has raised, so there are no gradients to step with: ",
          "catch its error and run the next forward and backward, without a step between them");
@@ -174,12 +167,10 @@ void BackwardSession::finish() {
 
 // See [Note: the factor of a user's backward].
 at::Tensor BackwardSession::entering(const at::Tensor& grad) const {
-  if (own_backward_) return grad;
-  const double scale = at_outputs_ ? 1.0 : loss_scale_ / outer_factor_;
-  // The gradient comes without a loss scale, in a backward that has not come through an output.
-  if (scale != 1.0 && outer_factor_ == 1.0) refuse_other_ways();
-  const double factor = scale * user_factor_;
-  return factor == 1.0 ? grad : at::mul(grad, factor);
+  if (window_->own_backward()) return grad;
+  const WindowFactors factors = window_->factors();
+  if (factors.misses_scale) refuse_other_ways();
+  return factors.at_params == 1.0 ? grad : at::mul(grad, factors.at_params);
 }
 
 // Whether the running backward leaves gradients in .grad of these parameters: torch.autograd.grad does not.
@@ -228,25 +219,25 @@ bool BackwardSession::only_through_outputs() const {
   });
 }
 
-// A gradient has come to an output of forward.
-at::Tensor BackwardSession::enter(const at::Tensor& grad) {
-  if (own_backward_) return grad;
-  if (!user_backward_) {
+// A gradient has come to an output of this forward.
+at::Tensor BackwardSession::enter(const at::Tensor& grad, int64_t forward) {
+  if (!window_->in_backward()) {
     if (!accumulates()) {
       queue_gathers_end();
       return grad;
     }
-    at_outputs_ = loss_scale_ != outer_factor_;
-    if (at_outputs_ && !only_through_outputs()) {
-      at_outputs_ = false;
-      if (outer_factor_ == 1.0) refuse_other_ways();
+    bool scale_at_outputs = window_->facts().missing_scale() != 1.0;
+    if (scale_at_outputs && !only_through_outputs()) {
+      scale_at_outputs = false;
+      if (window_->facts().outside_factor == 1.0) refuse_other_ways();
     }
-    user_backward_ = had_user_backward_ = true;
+    window_->begin_user(scale_at_outputs);
     store_.storage()->clock()->enter(Phase::kBackward);
-    grads_.begin(user_reduce_);
+    grads_.begin(window_->reduces());
     queue_end();
   }
-  const double factor = output_factor();
+  window_->counts().reach(forward);
+  const double factor = window_->own_backward() ? 1.0 : window_->factors().at_outputs;
   return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
 }
 
@@ -267,8 +258,8 @@ void BackwardSession::queue_gathers_end() {
 at::Tensor BackwardSession::hook_input(const at::Tensor& input) {
   const auto left = [weak = self_()](const at::Tensor& grad) -> at::Tensor {
     const auto session = weak.lock();
-    if (!session || session->own_backward_) return grad;
-    const double factor = session->output_factor();
+    if (!session || session->window_->own_backward()) return grad;
+    const double factor = session->window_->factors().at_outputs;
     return factor == 1.0 || !grad.defined() ? grad : at::div(grad, factor);
   };
   at::Tensor inside = input.detach();
@@ -276,14 +267,20 @@ at::Tensor BackwardSession::hook_input(const at::Tensor& input) {
   return inside;
 }
 
-void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs, int64_t forward) {
-  if (user_backward_) abort_together();  // it raised half-way: its callback never ran
+int64_t BackwardSession::forwarded(const std::vector<at::Tensor>& outputs) {
+  register_hooks();
+  if (window_->user_backward()) abort_together();  // it raised half-way: its callback never ran
   gathers_end_queued_ = false;
+  const int64_t forward = window_->forwarded(!outputs.empty());
+  hook_outputs(outputs, forward);
+  return forward;
+}
+
+void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs, int64_t forward) {
   const auto entered = [weak = self_(), forward](const at::Tensor& grad) -> at::Tensor {
     const auto session = weak.lock();
     if (!session) return grad;
-    session->reached_.reach(forward);
-    return session->enter(grad);
+    return session->enter(grad, forward);
   };
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& output : outputs) {
@@ -295,7 +292,7 @@ void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs, int64
 }
 
 void BackwardSession::clear_grads() {
-  if (user_backward_ || own_backward_) abort_together();  // it raised half-way
+  if (window_->in_backward()) abort_together();  // it raised half-way
   grads_.clear();
 }
 

@@ -20,17 +20,19 @@
 #include "zero/gradients/grad_reducer.h"
 #include "zero/gathers/param_gatherer.h"
 #include "zero/rank_failures.h"
-#include "zero/gradients/reached_forwards.h"
+#include "zero/gradients/window.h"
 
 namespace ds::zero {
 
 class BackwardSession {
  public:
   // `self`: a pointer to this that keeps its engine alive, for hooks that outlive it. `gatherer` may be filled later.
-  BackwardSession(ParamStore& store, GradReducer& grads, const std::unique_ptr<ParamGatherer>& gatherer,
-                  const RankFailures& failures, std::function<std::weak_ptr<BackwardSession>()> self)
+  BackwardSession(ParamStore& store, GradReducer& grads, std::shared_ptr<Window> window,
+                  const std::unique_ptr<ParamGatherer>& gatherer, const RankFailures& failures,
+                  std::function<std::weak_ptr<BackwardSession>()> self)
       : store_(store),
         grads_(grads),
+        window_(std::move(window)),
         gatherer_(gatherer),
         failures_(failures),
         self_(std::move(self)),
@@ -47,70 +49,44 @@ class BackwardSession {
   // theirs ends, so that it ends with an error there, too. Where it cannot, all their collectives fail, and it throws.
   bool abort_together();
 
-  // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves.
-  // The latest plan counts. It says whether that backward reduces, the loss scale, and what gradients are multiplied by
-  // besides.
-  void hook_outputs(const std::vector<at::Tensor>& outputs, int64_t forward);
-  // Of tensors that came into the model from elsewhere in the graph: what the gradients leave through, which divides
-  // by what the outputs have multiplied with.
+  // A forward that trains has returned `outputs`. They get hooks, so that a backward that the user runs on them calls
+  // begin and end by itself. Returns the number of this forward (Window::forwarded).
+  int64_t forwarded(const std::vector<at::Tensor>& outputs);
+  // Returns `input` for use inside the model. Its gradient is divided by the loss scale before it leaves the model.
   at::Tensor hook_input(const at::Tensor& input);
-  void plan(bool reduce, double loss_scale, double factor) {
-    register_hooks();
-    user_reduce_ = reduce;
-    loss_scale_ = loss_scale;
-    user_factor_ = factor;
-  }
-  // The gradients of the next backward that come from outside have been multiplied by it. Until the next forward.
-  void set_outer_factor(double factor) { outer_factor_ = factor; }
-  // Returns the number of this forward among reached().
-  int64_t forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double loss_scale, double factor) {
-    outer_factor_ = 1.0;
-    plan(reduce, loss_scale, factor);
-    const int64_t forward = reached_.add();
-    hook_outputs(outputs, forward);
-    return forward;
-  }
-  ReachedForwards& reached() { return reached_; }
+
+  const std::shared_ptr<Window>& window() const { return window_; }
 
   void finish();  // before a step: what backwards have left is reduced
-  // Once for each micro-step in which begin was not called. True when there was no backward by the user either, and no
-  // gradient waits for its reduction; with `reduce` this rank then takes part in the reduction that the other ranks'
-  // backward starts.
+  // Once for each micro-step in which begin was not called. Returns true when there was no backward by the user either,
+  // and no gradient waits for its reduction. With `reduce` this rank then takes part in the reduction that the other
+  // ranks' backward starts.
   bool join(bool reduce);
-  void stepped() { had_user_backward_ = false; }
   void clear_grads();
   // Takes the gradients that the user, or a backward without hooks, has left in .grad as this rank's contribution.
   void adopt_grads();
   void release() { hooks_.clear(); }
 
  private:
-  double output_factor() const { return at_outputs_ ? loss_scale_ / outer_factor_ : 1.0; }
   at::Tensor entering(const at::Tensor& grad) const;
   bool accumulates() const;
   bool only_through_outputs() const;
-  at::Tensor enter(const at::Tensor& grad);
+  void hook_outputs(const std::vector<at::Tensor>& outputs, int64_t forward);
+  at::Tensor enter(const at::Tensor& grad, int64_t forward);
   void queue_gathers_end();
   void leave_root();
   void queue_end();
 
   ParamStore& store_;
   GradReducer& grads_;
+  const std::shared_ptr<Window> window_;
   const std::unique_ptr<ParamGatherer>& gatherer_;
   const RankFailures& failures_;
   const std::function<std::weak_ptr<BackwardSession>()> self_;
-  std::vector<int64_t> hooked_;     // of each parameter its number among the hooks, or -1
-  bool had_user_backward_ = false;  // since the last step or join
-  ReachedForwards reached_;
-  bool own_backward_ = false;   // begin was called by our caller
-  at::Tensor root_;             // that backward ends by itself; with a hook
+  std::vector<int64_t> hooked_;  // of each parameter its number among the hooks, or -1
+  at::Tensor root_;              // of a backward of the caller that ends by itself; with a hook
   unsigned root_hook_ = 0;
-  bool user_backward_ = false;  // by a hook on an output
-  bool user_reduce_ = true;
-  bool at_outputs_ = false;  // the loss scale comes in there, in the user's backward that runs
   bool gathers_end_queued_ = false;
-  double loss_scale_ = 1.0;
-  double user_factor_ = 1.0;
-  double outer_factor_ = 1.0;
   AccumulatorHooks hooks_;  // last: gone before what they call
 };
 

@@ -31,7 +31,7 @@ def tell_others(engine, factor):
     """To all but ``engine``: the next backward starts with ``factor`` times the gradient of the loss."""
     if len(_engines) > 1:
         for other in others_of(engine):
-            other.core.set_outer_factor(factor)
+            other._window.outside_factor = factor
 
 
 def with_graph_hooks(core, inputs, kwargs):

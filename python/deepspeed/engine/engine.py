@@ -84,7 +84,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self._parts.make(self)
         # Steps at an accumulation boundary, skipped ones included; and the same since this engine was made.
         self.global_steps = self.gas_boundary_ctr = 0
-        self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.global_samples = self.skipped_steps = 0
         # The mean of the losses given to backward since the last step, on this rank, each over the accumulation steps:
         # their sum up to now. None where there was none.
         self.losses = None

@@ -23,8 +23,6 @@ _DTYPES = [
 @answers_from(
     {
         "get_pipeline_parallel_rank": "stage_id",
-        # Gradients are reduced for the step during the last backward of a batch, and the step.
-        "is_gradient_accumulation_boundary": "_execution.at_boundary",
         "get_additional_losses": "module.get_additional_losses()",  # of this stage
     }
 )

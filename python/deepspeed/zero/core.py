@@ -30,6 +30,7 @@ def build_core(
     gathers=None,
     rules=(),
     mesh=None,
+    window=None,
     **groups,
 ):
     """Returns ``(core, names)``.
@@ -43,7 +44,8 @@ def build_core(
     kept; None: in the parameter's own. ``rules``: of each parameter group (``ops.by_name.rules_of``), for
     ``zero_optimization.placement``; () counts two states of each element. ``groups``: native communicators by the
     names of csrc/zero/spaces/engine_ranks.h, None for a single process; ``gathers`` makes that one where it is needed.
-    ``mesh``: the native one, of parameters with ranks of their own; by default one is made. The threads of CPU kernels
+    ``mesh``: the native one, of parameters with ranks of their own; by default one is made. ``window``: the native
+    accumulation window that the caller drives; by default the core has one of its own. The threads of CPU kernels
     are ``torch.get_num_threads()``.
     """
     rows = []
@@ -86,6 +88,7 @@ def build_core(
         grad_dtype=grad_dtype,
         rank=dist.get_rank() if dist.is_initialized() else 0,
         rules=list(rules),
+        window=window,
     )
     held.hold(core, list(opened.values()))
     return core, [row[1] for row in rows]

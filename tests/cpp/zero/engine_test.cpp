@@ -225,10 +225,9 @@ void expect_gradients(const Model& model, int batches, double weight) {
 
 TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
   on_two_ranks([](int rank, Model& model, Engine& engine) {
-    engine.backward().register_hooks();
-    engine.backward().plan(true, 1.0, 3.0);
+    engine.backward().window()->facts().weight = 3.0;
     const at::Tensor out = model.loss(batch(rank), true);
-    engine.backward().hook_outputs({out}, 1);
+    EXPECT_EQ(engine.backward().forwarded({out}), 1);
     (out * 2).backward();
     EXPECT_FALSE(engine.grads().active());
     expect_gradients(model, 2, 6 * 0.5);

@@ -1,89 +1,71 @@
-"""Which backward of an engine reduces gradients: accumulation boundaries, ``no_sync``, reductions by hand."""
+"""The accumulation window of an engine, for scripts: boundaries, ``no_sync``, reductions by hand, counters.
+
+``engine._window`` (csrc/zero/gradients/window.h) counts the micro-steps and answers whether a backward reduces.
+"""
 
 import contextlib
 
+from deepspeed import _native
 from deepspeed.engine.members import Part, engine_parts, member
 
 
 @engine_parts.add("_accumulation")
 class Accumulation(Part):
-    """A part of the engine. Tells the core in advance what a backward that the user runs is to do."""
+    """A part of the engine. Tells the window what the configuration, the loss scaler and the data loader say."""
 
-    boundary = None  # as set by hand; None: counted
-    last_micro_batches = 1  # of the last step
-    in_no_sync = False
-    in_backward = True
-    told = None  # the plan that the core has
-    user_scaled = False  # engine.scale was called: the user's backward has the loss scale already
+    def __init__(self, engine):
+        super().__init__(engine)
+        engine._window = _native._C.Window()
+        engine._window.managed = engine.managed_gradient_accumulation()
 
-    def reduces_now(self):
-        """Whether the next backward adds up over the ranks: at a boundary, or always where gradients are sharded."""
-        engine = self.engine
-        if self.in_no_sync:
-            return False
-        if engine._stage_policy.reduces_each_micro_step:
-            return True
-        return (
-            engine.managed_gradient_accumulation() and self.in_backward and engine.is_gradient_accumulation_boundary()
-        )
+    def start(self):
+        if self.engine._trains:
+            self.engine.core.register_hooks()
+        self.tell()
 
-    def in_window(self):
-        """Micro-batches that have been trained on since the last step at a boundary."""
-        return max(self.engine._steps.micro_steps, self.engine._backward.micro_batches)
-
-    def micro_batches(self):
-        """Micro-batches of the step under way, which is at a boundary. Calls of ``step`` count them; where each of
-        these is a boundary, forwards that a backward has reached do. Ranks are assumed to have equally many."""
-        if hasattr(self.engine, "train_batch"):
-            return self.engine.gradient_accumulation_steps()
-        if self.engine.managed_gradient_accumulation():
-            return self.engine._steps.micro_steps + 1
-        return max(1, self.engine._backward.micro_batches)
+    def tell(self):
+        """Tells the window the accumulation steps, the loss scale and the weight of this micro-batch as they are now,
+        and the answer of a method that a script or a subclass has replaced. Returns the window."""
+        engine, window = self.engine, self.engine._window
+        scale = engine.stepping.loss_scale if engine._trains else 1.0
+        window.tell(engine.gradient_accumulation_steps(), scale, engine._dynamic.weight())
+        window.answer_boundary(engine.is_gradient_accumulation_boundary())
+        return window
 
     def need_no_window(self, asked):
         """RuntimeError if an accumulation window has begun: its gradients were divided by the sizes up to now."""
-        if self.engine._trains and (self.in_window() or self.engine.core.has_grads()):
+        engine, trained = self.engine, self.engine._window.trained
+        if engine._trains and (trained or engine.core.has_grads()):
             raise RuntimeError(
-                f"{asked} in the middle of an accumulation window, after {max(1, self.in_window())} of "
-                f"{self.engine.gradient_accumulation_steps()} micro-batches, whose gradients count by the sizes of "
+                f"{asked} in the middle of an accumulation window, after {max(1, trained)} of "
+                f"{engine.gradient_accumulation_steps()} micro-batches, whose gradients count by the sizes of "
                 "this window: call it after the engine.step() that updates the weights, before the next backward"
             )
 
     def start_window(self):
-        """A new accumulation window: what was accumulated is forgotten."""
-        engine = self.engine
-        engine.zero_grad()
-        engine.micro_steps -= engine._steps.micro_steps
-        engine._steps.micro_steps = 0
-        engine._backward.start_window()
-        engine.losses, self.user_scaled = None, False
-        self.replan()
-
-    def start(self):
-        self.replan()
+        """Starts a new accumulation window: what was accumulated is forgotten."""
+        self.engine.zero_grad()
+        self.engine._window.restart()
+        self.engine.losses = None
+        self.tell()
 
     def after_micro_step(self, boundary):
-        self.user_scaled = False
-        self.replan()
+        self.tell()
 
-    def user_plan(self):
-        """Whether the next backward of the user is reduced, the loss scale that it lacks, and the other factor of its
-        gradients."""
-        scale = 1.0 if self.user_scaled else self.engine.stepping.loss_scale
-        return self.reduces_now(), scale, self.engine._dynamic.weight() / self.engine.gradient_accumulation_steps()
+    @property
+    @member
+    def micro_steps(self):
+        """Micro-steps up to now, which are calls of ``step()``, in pipelines micro-batches."""
+        return self.engine._window.micro_steps
 
-    def replan(self):
-        """Tells the core, unless it knows from the last forward or call of this."""
-        if self.engine._trains and (plan := self.user_plan()) != self.told:
-            self.told = plan
-            self.engine.core.plan_user_backward(*plan)
+    @micro_steps.setter
+    def micro_steps(self, value):
+        self.engine._window.micro_steps = value
 
     @member
     def is_gradient_accumulation_boundary(self):
         """True on the last micro step before the weights change."""
-        if self.boundary is not None:
-            return self.boundary
-        return self.engine._steps.micro_steps + 1 >= self.engine.gradient_accumulation_steps()
+        return self.engine._window.at_boundary
 
     @member
     def set_gradient_accumulation_boundary(self, is_boundary):
@@ -92,8 +74,7 @@ class Accumulation(Part):
             "set_gradient_accumulation_boundary has no meaning with managed_gradient_accumulation false: every step() "
             "is a boundary"
         )
-        self.boundary = is_boundary
-        self.replan()
+        self.engine._window.set_boundary(is_boundary)
 
     @property
     @member
@@ -101,18 +82,17 @@ class Accumulation(Part):
         """Whether backward reduces gradients at the accumulation boundary, as it does unless somebody sets this to
         False to call ``allreduce_gradients()`` later; the latest is ``step()``. At ZeRO stages 2 and 3, which keep no
         whole gradients, backward always reduces."""
-        return self.in_backward
+        return self.engine._window.reduces_in_backward
 
     @enable_backward_allreduce.setter
     def enable_backward_allreduce(self, value):
-        self.in_backward = bool(value)
-        self.replan()
+        self.engine._window.reduces_in_backward = bool(value)
 
     @property
     @member
     def inside_no_sync_ctxt(self):
         """True inside ``with engine.no_sync()``."""
-        return self.in_no_sync
+        return self.engine._window.no_sync
 
     @member
     @contextlib.contextmanager
@@ -122,14 +102,13 @@ class Accumulation(Part):
         At ZeRO stages 2 and 3 this rank then holds whole gradients, one element of the accumulation dtype for each
         parameter element, from the first backward inside until they are reduced.
         """
-        assert not self.in_no_sync, "no_sync() is entered twice; leave the first context before"
-        self.in_no_sync = True
-        self.replan()
+        window = self.engine._window
+        assert not window.no_sync, "no_sync() is entered twice; leave the first context before"
+        window.no_sync = True
         try:
             yield
         finally:
-            self.in_no_sync = False
-            self.replan()
+            window.no_sync = False
 
     @member
     @contextlib.contextmanager

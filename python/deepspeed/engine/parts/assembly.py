@@ -169,6 +169,7 @@ class Assembly(Part):
             "mesh": engine.parallel.mesh,
             "grad_dtype": engine._grad_dtype,
             "rules": rules_of(engine.basic_optimizer),
+            "window": engine._window,
         }
 
     def sparse_embeddings(self):

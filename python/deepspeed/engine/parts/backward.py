@@ -16,63 +16,24 @@ _STATES = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 class Backward(Part):
     """A part of the engine."""
 
-    seen = False  # whether engine.backward has run in this micro-step
-    trained = False  # whether there was a forward that trains in this micro-step
-
-    def __init__(self, engine):
-        super().__init__(engine)
-        self._reached = set()  # numbers of this micro-step's forwards that a backward has reached
-        self._earlier = 0  # how many there were in the earlier micro-steps since the last step at a boundary
-        self._hidden = False  # whether a forward returned an object in which no tensor was found
-        self._stepping = False  # in a step, when no backward can come
-
-    @property
-    def reached(self):
-        """Numbers of the forwards since the last call of ``step`` that a backward has reached. Evaluation, and forwards
-        that raised or that were made again, are not among them."""
-        if self.engine.core is not None and not self._stepping:
-            self._reached.update(self.engine.core.take_reached())
-        return self._reached
-
     def counted(self, forwards):
         """The values of ``forwards``, ``{number: value}`` of this micro-step, that a backward has reached, by their
         numbers. Where the engine's backward has reached none that it knows, because outputs were in an object of the
         script, all count."""
-        numbers = self.reached or (forwards if self.seen else ())
-        return [forwards[number] for number in sorted(numbers) if number in forwards]
-
-    @property
-    def micro_batches(self):
-        """Forwards that a backward has reached since the last step at a boundary; a backward whose forward is not known
-        counts as one."""
-        return self._earlier + max(len(self.reached), int(self.seen or self._hidden))
-
-    def start_micro_step(self):
-        self.seen = self.trained = self._hidden = self._stepping = False
-        self._reached = set()
-
-    def start_window(self):
-        if self.engine.core is not None:
-            self.engine.core.take_reached()
-        self.start_micro_step()
-        self._earlier = 0
+        window = self.engine._window
+        numbers = window.reached or (sorted(forwards) if window.has_own_backward else ())
+        return [forwards[number] for number in numbers if number in forwards]
 
     def before_micro_step(self, boundary):
-        self._reached = self.reached  # asked once, for all that want to know
-        self._stepping = True
         self.engine._agreement.tell()
         self.engine._assembly.shared.refuse()
         self._end_linear()
-        if not self.seen:
+        if self.engine._window.needs_join:
             self._join(boundary)
 
     def _end_linear(self):
         if self.engine._stage_policy.shards_params:
             self.engine.parameter_offload.end_linear()
-
-    def after_micro_step(self, boundary):
-        self._earlier = 0 if boundary else self.micro_batches
-        self.start_micro_step()
 
     def _join(self, boundary):
         """A rank without a backward in this micro-step still takes part in the reduction of the others' gradients."""
@@ -90,7 +51,7 @@ class Backward(Part):
     @member
     def forward(self, *inputs, **kwargs):
         """Runs the wrapped module. A plain ``backward()`` on what it returns trains, too."""
-        engine, self._stepping = self.engine, False
+        engine = self.engine
         if engine.fp16_enabled() and engine.fp16_auto_cast():
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
@@ -116,16 +77,14 @@ class Backward(Part):
             engine.progress.end("forward")
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
-            self.trained = True
-            self._hidden = self._hidden or not found
             engine._agreement.tell()
             self._expect_step()
-            engine._accumulation.told = plan = engine._accumulation.user_plan()
-            run_hooks(engine, "forwarded", engine.core.forwarded(found, *plan))
+            run_hooks(engine, "forwarded", engine.core.forwarded(found))
         return outputs
 
     def _expect_step(self):
-        if self.engine._accumulation.reduces_now() and self.engine.is_gradient_accumulation_boundary():
+        window = self.engine._accumulation.tell()
+        if window.reduces and window.at_boundary:
             self.engine.stepping.expect()
 
     @member
@@ -170,18 +129,17 @@ class Backward(Part):
         finally:
             engine.progress.end("backward")
             self._end_linear()
-        self.seen = True
         mean = loss.detach().mean()
         engine.losses = mean if engine.losses is None else engine.losses + mean
         return loss
 
     def _run(self, loss, scale, parts, retain_graph):
-        engine, self._stepping = self.engine, False
-        if not self.trained:  # there was no forward of the engine, which would have done so
+        engine = self.engine
+        if not engine._window.has_forward:  # which would have done so
             self._expect_step()
             engine._agreement.tell()
         root = loss.float() * scale if scale != 1.0 else loss
-        engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
+        engine.core.begin_backward(root)  # ends with the backward of `root`
         cross_engine_scaling.tell_others(engine, scale / parts)
         try:
             with aborted_together(engine.core), inside_hooks(engine, "backward"):
@@ -206,8 +164,7 @@ class Backward(Part):
             "example with loss.mean()"
         )
         assert engine.optimizer is not None, "engine.scale needs an optimizer"
-        engine._accumulation.user_scaled = True
-        engine._accumulation.replan()
+        engine._window.scaled = True
         cross_engine_scaling.tell_others(engine, engine.stepping.loss_scale)
         return loss * engine.stepping.loss_scale
 

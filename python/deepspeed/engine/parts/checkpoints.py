@@ -98,8 +98,8 @@ class Checkpoints:
                 engine.global_steps,
                 engine.global_samples,
                 engine.skipped_steps,
-                engine.micro_steps - engine._steps.micro_steps,
-                engine._accumulation.in_window(),
+                engine._window.begin,
+                engine._window.trained,
                 engine.sparse_tensor_module_names,
                 engine._tokens.saved,
                 engine._token_dropping.state(),
@@ -163,7 +163,7 @@ class Checkpoints:
         loads = getattr(engine, "_loads_data", None)
         if loads is not None and not loads():
             return None
-        return engine._data.position(at_window=engine._accumulation.in_window() > 0)
+        return engine._data.position(at_window=engine._window.trained > 0)
 
     def _apply(self, found):
         """Puts a ``LoadedRun`` into the engine, whose weights and states are loaded. Gradients that it has accumulated

@@ -80,7 +80,7 @@ class DynamicBatching(Part):
         if self._pipelined:
             return self.batches.following(self._taken)
         window = self._at_loader()
-        first = window.first - 1 - self.engine._steps.micro_steps
+        first = window.first - 1 - self.engine._window.index
         return None if first < 0 else window._replace(first=first)
 
     def _next_ratio(self):
@@ -99,14 +99,14 @@ class DynamicBatching(Part):
         window = None if self.batches is None else self._window()
         if window is None:
             return 1.0
-        return self.batches.weight(window, self.engine._steps.micro_steps if micro is None else micro)
+        return self.batches.weight(window, self.engine._window.index if micro is None else micro)
 
     def tokens(self, micro=None):
         """The tokens of a micro-batch of this step; by default, of the one under way. None if they are not known."""
         window = None if self.batches is None else self._window()
         if window is None:
             return None
-        return self.batches.tokens_in(window, self.engine._steps.micro_steps if micro is None else micro)
+        return self.batches.tokens_in(window, self.engine._window.index if micro is None else micro)
 
     def samples(self):
         """The samples of this step, over all ranks. None if they are not known."""
@@ -121,7 +121,7 @@ class DynamicBatching(Part):
             return
         self._tell_of_batches_ahead()
         window = self._window()
-        if window is not None and self.rates is not None and not self.engine._steps.micro_steps:
+        if window is not None and self.rates is not None and not self.engine._window.index:
             self.rates.rescale(self._ratio(window))  # the expected one, unless a loop over the loader was left
 
     def _tell_of_batches_ahead(self):

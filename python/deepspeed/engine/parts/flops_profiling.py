@@ -74,7 +74,7 @@ class FlopsProfiling(Part):
     def _finish(self):
         engine, profiler, self.profiler = self.engine, self.profiler, None
         self._unreached.detach()
-        passes = engine._accumulation.last_micro_batches
+        passes = engine._window.last_micro_batches
         profiler.counts.divide(passes)
         profiler.phases = {phase: seconds / passes for phase, seconds in self._seconds.items()}
         profiler.take_totals()

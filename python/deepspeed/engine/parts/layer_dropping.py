@@ -84,7 +84,7 @@ class LayerDroppingPart(Part):
         engine = self.engine
         if self._plan is not None:
             probability = engine.get_pld_theta() if engine.training else 1.0
-            self._plan.place(engine.global_steps, engine._steps.micro_steps, probability)
+            self._plan.place(engine.global_steps, engine._window.index, probability)
             self._leave_out(self._plan.dropped)
 
     def after_micro_step(self, boundary):

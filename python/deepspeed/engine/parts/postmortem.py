@@ -98,7 +98,7 @@ class Postmortem(Part):
     def _note_trained(self):
         """Which of the micro-batches a backward has reached: the gradients of this step are of these alone."""
         if not self._pipelined:
-            reached = self.engine._backward.reached
+            reached = self.engine._window.reached
             self._forwards = [True if number is True or number in reached else number for number in self._forwards]
 
     def _trained(self):

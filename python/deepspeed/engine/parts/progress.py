@@ -192,7 +192,7 @@ class Progress:
                 self._last_times = {name: self.timers(name).elapsed(reset=False) for name in known}
             self.timers.log([micro for micro, _ in _ALL], memory_breakdown=engine.memory_breakdown())
             if boundary:
-                steps = engine._accumulation.last_micro_batches
+                steps = engine._window.last_micro_batches
                 self.timers.log([whole for _, whole in _ALL], normalizer=steps)
         self._see_memory("after step")
         if boundary and self.due:

@@ -11,10 +11,8 @@ class Steps(Part):
     """A part of the engine."""
 
     applied = False  # whether the last step has changed weights
-    norm = None  # 2-norm of the gradients of the last step, before clipping; None before the first step
     ends_later = False  # the owner of the engine's schedule calls ``end``
-    _open = False  # a step at a boundary is done, and ``after_step`` has not run
-    micro_steps = 0  # calls of step since the last one at a boundary
+    norm = None  # 2-norm of the gradients of the last step, before clipping; None before the first step
 
     @member
     def loss_scale(self):
@@ -49,6 +47,7 @@ class Steps(Part):
         stepping = engine.stepping
         boundary = engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
         self.applied = False
+        engine._window.begin_step()
         try:
             run_hooks(engine, "before_micro_step", boundary)
             if boundary:
@@ -56,23 +55,21 @@ class Steps(Part):
                 run_hooks(engine, "before_step")
                 update()
                 self._count(stepping.end())
-            engine.micro_steps += 1
-            self.micro_steps = 0 if boundary else self.micro_steps + 1
+            engine._window.end_step(boundary)
             run_hooks(engine, "after_micro_step", boundary)
         except BaseException as error:
+            engine._window.fail_step()
             run_hooks(engine, "failed", error)
             run_hooks(engine, "failed_step")
             raise
         comms_log.collect()
-        self._open = boundary
         if not self.ends_later:
             self.end()
 
     def end(self):
         """Runs ``after_step`` once for a step at a boundary, when nothing of the step is left to do: a pipeline calls
         it after its schedule."""
-        if self._open:
-            self._open = False
+        if self.engine._window.close_step():
             run_hooks(self.engine, "after_step")
 
     def _count(self, applied):
@@ -84,6 +81,5 @@ class Steps(Part):
         engine.gas_boundary_ctr += 1
         engine.skipped_steps += 0 if applied else 1
         engine.global_steps += 1  # skipped or not: the samples were seen, and loops over global_steps end
-        engine._accumulation.last_micro_batches = engine._accumulation.micro_batches()
         engine._data.last_samples = engine._data.samples_of_step()
         engine.global_samples += engine._data.last_samples

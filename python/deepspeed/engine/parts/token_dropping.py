@@ -68,7 +68,7 @@ class TokenDroppingPart(Part):
         if self._plan is None:
             warning_once("random_ltd is enabled, but no layer drops tokens: call convert_to_random_ltd(engine, class).")
             return
-        self._plan.step, self._plan.micro_step = self.engine.global_steps, self.engine._steps.micro_steps
+        self._plan.step, self._plan.micro_step = self.engine.global_steps, self.engine._window.index
 
     def layer_tokens(self):
         """The sum of the tokens of all layers, including the step under way. None if random-LTD is off."""

@@ -226,7 +226,7 @@ class TrainingData(Part):
         for loader in list(self._following):
             loader.set_sizes(engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
         engine.progress.throughput.batch_size = engine.train_batch_size()
-        engine._accumulation.replan()
+        engine._accumulation.tell()
         self.start_window()
 
     def samples_of_step(self):
@@ -235,4 +235,4 @@ class TrainingData(Part):
         known = engine._dynamic.samples()
         if known is not None:
             return known
-        return engine._accumulation.micro_batches() * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        return engine._window.micro_batches * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size

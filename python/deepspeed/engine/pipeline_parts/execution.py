@@ -50,9 +50,9 @@ class Execution:
         self.logits = []  # what the model returned, in an evaluation
         self.loss = None  # of the last forward pass
         self._compute_loss = True
-        self.at_boundary = False  # gradients are reduced for the step
         self._seen = 0  # micro-batches that have come to this stage
         engine._steps.ends_later = True
+        engine._window.scheduled = True
 
     @functools.cached_property
     def last_part(self):
@@ -83,7 +83,8 @@ class Execution:
         try:
             for step in steps:
                 for command in step:
-                    self.at_boundary = command is last
+                    # Gradients are reduced for the step during the last backward of a batch, and in the step.
+                    engine._window.set_boundary(command is last)
                     failures.stand_at(command, words)
                     function = functions.get(type(command))
                     if function is None:
@@ -100,7 +101,8 @@ class Execution:
         except BaseException as error:
             failures.give_up(command, error)
         finally:
-            self.at_boundary = engine._accumulation.in_no_sync = False
+            engine._window.set_boundary(None)
+            engine._window.no_sync = False
             self.records[:] = [MicroBatch() for _ in self.records]
             self._ahead.clear()
 
@@ -123,7 +125,7 @@ class Execution:
         # Gradients of tied weights are added up over stages before the reduction; sharded ones after it, so that none
         # stay whole.
         waits = bool(self.engine.module.tied_comms) and not self.engine._stage_policy.shards_grads
-        self.engine._accumulation.in_no_sync = waits and last is not None
+        self.engine._window.no_sync = waits and last is not None
         return None if waits else last
 
     def _phase_of(self, command):
@@ -266,13 +268,13 @@ class Execution:
 
     def _run_backward(self, run):
         """One backward, or a half of one, that the core takes gradients from; None: this rank has nothing to do."""
-        reduces = self.engine._accumulation.reduces_now()
+        reduces = self.engine._window.reduces
         if run is None and not reduces:
             return
         if reduces:
             self.engine._agreement.tell()
         with inside_hooks(self.engine, "backward"):
-            self.engine.core.begin_backward(reduces)
+            self.engine.core.begin_backward()
             try:
                 if run is not None:
                     run()
@@ -280,7 +282,6 @@ class Execution:
                 self.engine.core.abort_backward()
                 raise
             self.engine.core.end_backward()
-        self.engine._backward.seen = True
 
     def _after_input_grads(self, held):
         held.outputs = held.output_tensors = held.labels = None
@@ -315,19 +316,18 @@ class Execution:
 
     @member
     def _exec_reduce_grads(self):
-        self.at_boundary = True
-        self.engine._accumulation.in_no_sync = False
+        self.engine._window.set_boundary(True)
+        self.engine._window.no_sync = False
         self.engine.core.finish_backward()
 
     @member
     def _exec_optimizer_step(self, lr_kwargs=None):
-        self.at_boundary = self.engine._backward.seen = True
+        self.engine._window.set_boundary(True)
         self.engine._links.channel.settle()
         try:
             self.engine._steps.step(lr_kwargs)
         finally:
-            self.at_boundary = False
-        self.engine.micro_steps += self.engine.micro_batches - 1
+            self.engine._window.set_boundary(None)
 
 
 # Of each instruction the member of an engine that runs it.

@@ -98,7 +98,7 @@ class DeepSpeedOptimizer:
     # ---- training --------------------------------------------------------------------------------------------------
     def backward(self, loss, create_graph=False, retain_graph=False):
         """Scales ``loss`` (a scalar) and runs its backward; gradients land in the flat buffers."""
-        self.core.begin_backward(True)
+        self.core.begin_backward()
         with aborted_together(self.core):
             (loss.float() * self.loss_scale).backward(create_graph=create_graph, retain_graph=retain_graph)
         self.core.end_backward()
@@ -177,17 +177,18 @@ class DeepSpeedOptimizer:
 class ZeROOptimizer(DeepSpeedOptimizer):
     """Base of the wrapped optimizers that shard their states. ``engine`` is the one that owns it, or None."""
 
-    _is_boundary = True
-
     def is_gradient_accumulation_boundary(self):
         """Whether gradients are complete after the next backward: the engine's word where there is one."""
-        return self._is_boundary if self.engine is None else self.engine.is_gradient_accumulation_boundary()
+        if self.engine is not None:
+            return self.engine.is_gradient_accumulation_boundary()
+        return self.core.window.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary):
         """Decides by hand whether the next backward is the last one before a step."""
-        self._is_boundary = is_boundary
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(is_boundary)
+        else:
+            self.core.window.set_boundary(is_boundary)
 
     def scale_if_loss(self, value):
         """``value`` times the loss scale when it is a scalar that needs gradients; anything else as it is."""
@@ -223,7 +224,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     # ---- a backward that somebody else runs ------------------------------------------------------------------------
     def backward_prologue(self):
         """Before a backward: from here on gradients are collected."""
-        self.core.begin_backward(self.is_gradient_accumulation_boundary() or self.partition_gradients)
+        self.core.begin_backward()
 
     def backward_epilogue(self, **kwargs):
         """After it: what has not been reduced is."""
