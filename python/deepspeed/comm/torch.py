@@ -61,7 +61,13 @@ class TorchBackend(Backend):
     def is_initialized(self):
         return dist.is_initialized()
 
-    # ---- verbs whose arguments have other names than those of the functions ------------------------------------------
+    # ---- verbs whose arguments have other names or defaults than those of the functions ------------------------------
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        return VERBS["all_reduce"](tensor, op, group, async_op)
+
+    def all_reduce_coalesced(self, tensors, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        return VERBS["all_reduce_coalesced"](tensors, op, group, async_op)
+
     def inference_all_reduce(self, tensor, op, group=None):
         return VERBS["all_reduce"](tensor, op, group)
 
