@@ -1,7 +1,7 @@
 """This tree against another commit, in turn: steps, collectives, saves and loads, steps of many parameters, the import.
 
     git worktree add /tmp/before COMMIT && make -C /tmp/before build
-    python benchmarks/python/against_commit.py --before /tmp/before [--rounds 9] [--json FILE]
+    python benchmarks/python/against_commit.py --before /tmp/before [--rounds 9] [--collectives shm] [--json FILE]
 
 In each round both trees are measured one after the other, in processes of their own, and the order changes from round
 to round. A figure is the median over the rounds of (this tree / before), with the quartiles, which say by how much the
@@ -33,6 +33,7 @@ def parse_arguments():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--block", type=int, default=6, help="timed steps of each stage in a round")
     parser.add_argument("--parameters", type=int, default=10000, help="of the model with many of them")
+    parser.add_argument("--collectives", metavar="BACKEND", default="", help="these alone, over gloo or shm")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -137,8 +138,10 @@ def work(args):
     imported = time.perf_counter()
     sys.path[:0] = [os.path.join(ROOT, "examples", "quickstart"), HERE]
     deepspeed.logger.setLevel("WARNING")
-    deepspeed.init_distributed(dist_backend="gloo")
-    if int(os.environ["WORLD_SIZE"]) == 1:
+    deepspeed.init_distributed(dist_backend=args.collectives or "gloo")
+    if args.collectives:
+        found = collectives(args, deepspeed, torch)
+    elif int(os.environ["WORLD_SIZE"]) == 1:
         found = {"import": imported - loaded, "import of torch": loaded - begin}
         found.update(many_parameters(args, deepspeed, torch))
     else:
@@ -156,11 +159,11 @@ def measured(tree, args):
         with open(python, "w", encoding="utf-8") as file:
             file.write(f'#!/bin/sh\nPYTHONPATH="{tree}/python" exec "{sys.executable}" "$@"\n')
         os.chmod(python, 0o755)
-        passed = types.SimpleNamespace(block=args.block, parameters=args.parameters)
+        passed = types.SimpleNamespace(block=args.block, parameters=args.parameters, collectives=args.collectives)
         found = {}
-        for count in (1, args.ranks):
+        for count in (1, args.ranks)[bool(args.collectives) :]:
             threads = max(1, len(os.sched_getaffinity(0)) // count)
-            found.update(ranks.measure(__file__, passed, ("block", "parameters"), count, threads, python))
+            found.update(ranks.measure(__file__, passed, ("block", "parameters", "collectives"), count, threads, python))
         return found
 
 

@@ -59,11 +59,10 @@ comm::ReduceOp reduction_named(const std::string& name) {
 }
 
 c10::intrusive_ptr<c10d::Work> call_op(comm::ScriptCalls& self, const std::string& verb, std::vector<at::Tensor> given,
-                                       std::vector<at::Tensor> taken,
-                                       const std::pair<std::vector<int64_t>, std::vector<int64_t>>& splits,
-                                       const std::string& op, int peer, bool detached) {
+                                       std::vector<at::Tensor> taken, bool detached, const std::string& op, int peer,
+                                       const std::pair<std::vector<int64_t>, std::vector<int64_t>>& splits, int tag) {
   return self.run({verb_named(verb), std::move(given), std::move(taken), splits.first, splits.second,
-                   reduction_named(op), peer, detached});
+                   reduction_named(op), peer, detached, tag});
 }
 
 // How a caller uses a communicator over a group of torch.
@@ -153,7 +152,9 @@ DS_BINDINGS(m) {
              return std::make_unique<comm::ScriptCalls>(std::move(communicator));
            }),
            "communicator"_a)
-      .def("call", &call_op, "verb"_a, "given"_a, "taken"_a, "splits"_a, "op"_a, "peer"_a, "detached"_a, Unlocked());
+      .def("call", &call_op, "verb"_a, "given"_a, "taken"_a, "detached"_a = false, "op"_a = "sum", "peer"_a = -1,
+           "splits"_a = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), "tag"_a = 0, Unlocked())
+      .def_property_readonly_static("ANY_RANK", [](const py::object&) { return comm::kAnyRank; });
   // A backend of torch.distributed (comm/calls/c10d_backend.h).
   m.def(
       "c10d_backend",
@@ -161,6 +162,7 @@ DS_BINDINGS(m) {
         return comm::c10d_backend(std::move(over), std::move(other), std::move(name));
       },
       "communicator"_a, "other"_a.none(true), "name"_a, Unlocked());
+  m.def("communicator_of", &comm::communicator_of, "backend"_a);
 }
 
 }  // namespace ds::bindings

@@ -41,6 +41,7 @@ checkpoint/write/file_writer.py files | one pool of threads that read and write;
 checkpoint/write/owner.py _held | files locked by this process: the kernel counts locks by process
 checkpoint/write/snapshot.py _flying | AT_END
 comm/group_communicators.py _known | what is known of torch's groups, which hold no attributes
+comm/collectives.py VERBS | REGISTRY
 comm/group_communicators.py native_backends | REGISTRY
 comm/comms_log.py comms_logger | published: deepspeed.comm.comms_logger
 comm/held.py _held | communicators of native objects, which hold no attributes
@@ -144,7 +145,6 @@ ALLOCATIONS = {
     "comm/pipe/pipe_message.cpp": (1, "activations, which the graph of the stage keeps, as it does those made here"),
     "comm/pipe/receive_buffers.cpp": (3, "the same on the host, used again when nobody has them any more"),
     "comm/calls/compose.cpp": (7, _WIRE),
-    "comm/decorators/quantized.cpp": (6, _WIRE),
     "comm/hosts/host_exchange.cpp": (2, "a leader's rows between hosts, of the largest exchange; nothing, of a dtype"),
     "comm/calls/list_calls.cpp": (1, _WIRE),
     "comm/shared_memory/process_peer_memory.cpp": (2, _SMALL),

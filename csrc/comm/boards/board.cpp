@@ -19,12 +19,6 @@ namespace {
 
 constexpr size_t kMostRanks = 16;  // the ranks that a message describes one by one
 
-std::string seconds(int64_t us) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(us) * 1e-6);
-  return text;
-}
-
 std::string indented(const std::string& text) {
   std::string made;
   for (size_t begin = 0; begin < text.size();) {
@@ -42,6 +36,12 @@ std::string trace_folder() {
 }
 
 }  // namespace
+
+std::string seconds_text(int64_t us) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(us) * 1e-6);
+  return text;
+}
 
 Board::Board(int rank, const GroupFacts& facts)
     : rank_(rank), job_rank_(facts.job_rank), name_(facts.name), folder_(trace_folder()) {}
@@ -80,8 +80,8 @@ std::string status_of(const std::vector<Flight>& flights) {
   const Flight& last = open ? *open : flights.back();
   const std::string what = describe(last.call) + ", number " + std::to_string(last.number);
   const int64_t now = now_us();
-  if (open) return "in " + what + ", for " + seconds(now - last.begin_us);
-  return "outside of collectives; " + what + ", its last, ended " + seconds(now - last.end_us) + " ago";
+  if (open) return "in " + what + ", for " + seconds_text(now - last.begin_us);
+  return "outside of collectives; " + what + ", its last, ended " + seconds_text(now - last.end_us) + " ago";
 }
 
 void Board::warn(const std::string& text) {

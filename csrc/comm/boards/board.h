@@ -32,6 +32,7 @@ struct RankView {
 };
 // "in all_reduce(...), number 7, for 1.2 s": the oldest call under way, else the last one.
 std::string status_of(const std::vector<Flight>& flights);
+std::string seconds_text(int64_t us);                           // "1.2 s"
 const Flight* oldest_open(const std::vector<Flight>& flights);  // null: none is under way
 
 class Board : public Watched {

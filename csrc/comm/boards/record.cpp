@@ -95,6 +95,15 @@ std::string type_name(int32_t type) {
   return name;
 }
 
+namespace {
+
+const char* peer_word(const Record& record) {
+  const std::string what = record.what;
+  return what == verb_name(Verb::kSend) ? "to " : what == verb_name(Verb::kRecv) ? "from " : "root ";
+}
+
+}  // namespace
+
 std::string describe(const Record& record) {
   std::string text = std::string(record.what) + "(";
   const char* separator = "";
@@ -106,7 +115,7 @@ std::string describe(const Record& record) {
     text += separator + std::string(reduce_op_name(static_cast<ReduceOp>(record.op)));
     separator = ", ";
   }
-  if (record.root >= 0) text += separator + std::string("root ") + std::to_string(record.root);
+  if (record.root >= 0) text += separator + std::string(peer_word(record)) + std::to_string(record.root);
   text += ")";
   if (record.tag[0]) text += std::string(" of \"") + record.tag + "\"";
   return text;

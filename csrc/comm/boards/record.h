@@ -28,7 +28,7 @@ struct Record {
 };
 
 Record record(const char* what, int64_t numel = 0, int32_t type = -1, const std::string& tag = {});
-// Of a collective; not of a send or a receive. `rank`, `size`: of the group.
+// Of a message, the root is the other rank. `rank`, `size`: of the group.
 Record record_of(const Op& op, int rank, int size);
 // Fills `given` and `taken`. Counts by rank.
 void add_parts(Record& record, int rank, const std::vector<int64_t>& give, const std::vector<int64_t>& take);

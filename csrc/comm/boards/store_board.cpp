@@ -52,6 +52,7 @@ struct StoreBoard::Posted {
     int32_t job_rank = -1, waits = 0;
     uint32_t flights = 0, stack = 0;
     char host[64] = "";
+    Record message;  // that this rank waits for, since at_us; no name: none
   } head;
   std::vector<Flight> flights;
   std::string stack;
@@ -127,9 +128,13 @@ void StoreBoard::set_failed(const std::string& why) {
   if (told) told(why);
 }
 
-int64_t StoreBoard::enter(const Record& call) {
+void StoreBoard::refuse_if_failed() const {
   const std::string why = failed();
   if (!why.empty()) fail(ErrorKind::kRuntime, "this group has failed before: ", why.substr(0, why.find('\n')));
+}
+
+int64_t StoreBoard::enter(const Record& call) {
+  refuse_if_failed();
   Record mine = call;
   mine.at_us = now_us();
   const int64_t number = ++number_;
@@ -138,14 +143,18 @@ int64_t StoreBoard::enter(const Record& call) {
   return number;
 }
 
-void StoreBoard::wait_begins() {
+void StoreBoard::wait_begins(const Record* message) {
   const std::lock_guard lock(waits_mutex_);
   if (waits_++ == 0) waiting_since_us_ = now_us();
+  if (!message) return;
+  message_ = *message;
+  message_.at_us = now_us();
 }
 
 void StoreBoard::wait_ends() {
   const std::lock_guard lock(waits_mutex_);
   waiting_since_us_ = --waits_ > 0 ? now_us() : 0;
+  if (waits_ == 0) message_ = Record();
 }
 
 void StoreBoard::ended(int64_t number) { ring_->end(number); }
@@ -205,6 +214,10 @@ void StoreBoard::post(const DiagnosticCallbacks& callbacks, const Store& store) 
   mine.head.pid = getpid();
   mine.head.job_rank = job_rank_;
   mine.head.waits = waiting_since_us_ != 0;
+  {
+    const std::lock_guard lock(waits_mutex_);
+    mine.head.message = message_;
+  }
   gethostname(mine.head.host, sizeof(mine.head.host) - 1);
   mine.stack = callbacks.stacks ? callbacks.stacks().substr(0, kMostStack) : "";
   store->set("post" + std::to_string(rank_), mine.packed());
@@ -336,7 +349,10 @@ std::vector<RankView> StoreBoard::views() {
     each.pid = theirs.head.pid;
     each.called += " (process " + std::to_string(each.pid) + " on " + theirs.head.host + ")";
     each.flights = theirs.flights;
-    each.status = status_of(each.flights);
+    const Record& message = theirs.head.message;
+    each.status = message.what[0]
+                      ? "in " + describe(message) + ", for " + seconds_text(theirs.head.now_us - message.at_us)
+                      : status_of(each.flights);
     each.stack = theirs.stack;
   }
   return found;

@@ -32,9 +32,10 @@ class StoreBoard : public Board {
   // This rank begins a call; its number, for ended(). Throws on every rank alike when the group has failed before.
   int64_t enter(const Record& call);
   void ended(int64_t number);
-  // This rank begins and ends to wait in a call under way. Several threads may wait at once; when one of them ends, the
-  // waits of the others are timed anew, since the group has made progress.
-  void wait_begins();
+  void refuse_if_failed() const;  // enter() does it, too
+  // This rank begins and ends to wait in a call under way, or for `message`, which has no number. Several threads may
+  // wait at once; when one of them ends, the waits of the others are timed anew, since the group has made progress.
+  void wait_begins(const Record* message = nullptr);
   void wait_ends();
   // All ranks of the group fail. Returns the first message of the group, with the status of every rank.
   std::string give_up(const std::string& why);
@@ -69,8 +70,9 @@ class StoreBoard : public Board {
   const OwningProcess owner_;
   const std::unique_ptr<FlightRing> ring_;
   std::atomic<int64_t> waiting_since_us_{0};
-  std::mutex waits_mutex_;  // of changes of waiting_since_us_, and of waits_
+  std::mutex waits_mutex_;  // of changes of waiting_since_us_, and of what follows
   int waits_ = 0;
+  Record message_;  // the last one that this rank began to wait for; no name: none since no call was under way
   int64_t number_ = 0;
   std::atomic<int64_t> next_look_us_{0}, asked_{0};
   mutable std::mutex mutex_;  // of what follows

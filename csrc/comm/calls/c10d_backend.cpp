@@ -131,14 +131,18 @@ class C10dBackend : public compat::BackendBase {
   }
 
   WorkHandle send(Tensors& tensors, int to, int tag) override {
-    if (counted()) return calls_->handle({call(Verb::kSend, {only(tensors)}, {}, to)});
-    return other().send(tensors, to, tag);
+    if (!carries(tensors)) return other().send(tensors, to, tag);
+    return message(call(Verb::kSend, {only(tensors)}, {}, to), tag);
   }
   WorkHandle recv(Tensors& tensors, int from, int tag) override {
-    if (counted()) return calls_->handle({call(Verb::kRecv, {}, {only(tensors)}, from)});
-    return other().recv(tensors, from, tag);
+    if (!carries(tensors)) return other().recv(tensors, from, tag);
+    return message(call(Verb::kRecv, {}, {only(tensors)}, from), tag);
   }
-  WorkHandle recvAnysource(Tensors& tensors, int tag) override { return other().recvAnysource(tensors, tag); }
+  WorkHandle recvAnysource(Tensors& tensors, int tag) override {
+    if (!carries(tensors)) return other().recvAnysource(tensors, tag);
+    return message(call(Verb::kRecv, {}, {only(tensors)}, kAnyRank), tag);
+  }
+  const CommunicatorPtr& communicator() const { return communicator_; }
 
   // Of 2.x only: without `override`, so that the same text serves both.
   WorkHandle allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
@@ -227,6 +231,12 @@ class C10dBackend : public compat::BackendBase {
     return last;
   }
 
+  WorkHandle message(ListCall call, int tag) {
+    call.message_tag = tag;
+    call.detached = true;
+    return calls_->run(std::move(call));
+  }
+
   template <typename Options>
   WorkHandle run(ListCall call, const Options& options) {
     std::vector<ListCall> one;
@@ -249,6 +259,11 @@ class C10dBackend : public compat::BackendBase {
 };
 
 }  // namespace
+
+CommunicatorPtr communicator_of(const BackendPtr& backend) {
+  const auto* ours = dynamic_cast<const C10dBackend*>(backend.get());
+  return ours ? ours->communicator() : nullptr;
+}
 
 BackendPtr c10d_backend(CommunicatorPtr communicator, BackendPtr other, std::string name) {
   return c10::make_intrusive<C10dBackend>(std::move(communicator), std::move(other), std::move(name));

@@ -9,9 +9,11 @@ namespace ds::comm {
 
 using BackendPtr = c10::intrusive_ptr<compat::BackendBase>;
 
-// Collectives of dense tensors in host memory run over `communicator`. What it does not carry goes through `other`,
-// gloo as a rule: send and receive, sparse tensors, tensors of other devices. Null: such calls are refused. `name`:
+// Calls with dense tensors in host memory run over `communicator`. What it does not carry goes through `other`, gloo
+// as a rule: sparse tensors, tensors of other devices. Null: such calls are refused. `name`:
 // that of the backend.
 BackendPtr c10d_backend(CommunicatorPtr communicator, BackendPtr other, std::string name);
+// The communicator of such a backend; null: another one.
+CommunicatorPtr communicator_of(const BackendPtr& backend);
 
 }  // namespace ds::comm

@@ -41,9 +41,10 @@ void check_alike(Verb verb, const at::Tensor& in, const at::Tensor& out, bool ma
 }
 
 void check_peer(Verb verb, int peer, int rank, int size) {
+  if (verb == Verb::kRecv && peer == kAnyRank) return;
   if (peer < 0 || peer >= size)
     fail(ErrorKind::kValue, verb_name(verb), ": there is no rank ", peer, " in a group of ", size, " ranks");
-  if ((verb == Verb::kSend || verb == Verb::kRecv) && peer == rank)
+  if (is_message(verb) && peer == rank)
     fail(ErrorKind::kValue, verb_name(verb), ": rank ", peer, " is this rank itself");
 }
 

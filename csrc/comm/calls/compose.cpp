@@ -115,9 +115,9 @@ class Composer {
     if (op_.parts) return packed();
     if (op_.verb == Verb::kExchangePacked) return exchange_packed();
     if (op_.verb != Verb::kBarrier && !c_.reaches(op_.own().device())) return through_host();
-    if (op_.verb == Verb::kSend || op_.verb == Verb::kRecv)
+    if (is_message(op_.verb))
       fail(ErrorKind::kNotImplemented, "the transport ", c_.name(), " has no ", verb_name(op_.verb),
-           " between two ranks");
+           op_.peer == kAnyRank ? " from any rank: name the sender" : " between two ranks");
     if (n_ == 1) return alone();
     switch (op_.verb) {
       case Verb::kAllReduce: return all_reduce();

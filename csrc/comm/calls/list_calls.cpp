@@ -89,6 +89,8 @@ WorkPtr run_call(Communicator& communicator, ListCall call) {
     for (at::Tensor& each : *tensors)
       if (each.requires_grad()) each = each.detach();
   Op op{call.verb, {}, {}, {}, {}, call.reduce, call.peer, {}, call.detached ? Wait::kDetached : Wait::kAtOnce};
+  op.message_tag = call.message_tag;
+  op.sender = call.sender;
   const bool root = call.peer == communicator.rank();
   if (call.verb == Verb::kAllToAll) {
     op.in_counts = counts_of(call.in, call.in_splits, n);

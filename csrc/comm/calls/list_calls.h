@@ -15,6 +15,8 @@ struct ListCall {
   ReduceOp reduce = ReduceOp::kSum;
   int peer = -1;
   bool detached = false;
+  int message_tag = 0;  // as those of Op
+  std::shared_ptr<int> sender = nullptr;
 };
 
 // Results are in `out` after wait(). kValue where sizes do not fit together, before anything is sent. Reductions of

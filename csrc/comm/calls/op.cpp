@@ -44,6 +44,7 @@ bool is(Who who, bool root) { return who == Who::kAll || (who == Who::kRoot && r
 const char* verb_name(Verb verb) { return row(verb).name; }
 bool reduces(Verb verb) { return row(verb).reduces; }
 bool has_peer(Verb verb) { return row(verb).has_peer; }
+bool is_message(Verb verb) { return verb == Verb::kSend || verb == Verb::kRecv; }
 bool gives(Verb verb, bool root) { return is(row(verb).gives, root); }
 bool gets(Verb verb, bool root) { return is(row(verb).gets, root); }
 

@@ -32,6 +32,7 @@ const char* verb_name(Verb verb);  // all_reduce
 std::string verb_names();          // all of them, for messages
 bool reduces(Verb verb);           // all_reduce, reduce, reduce_scatter
 bool has_peer(Verb verb);          // Op::peer is used
+bool is_message(Verb verb);        // send, recv: between two ranks
 bool gives(Verb verb, bool root);  // a rank passes Op::in; `root`: it is Op::peer
 bool gets(Verb verb, bool root);   // a rank passes Op::out
 
@@ -46,7 +47,8 @@ bool gets(Verb verb, bool root);   // a rank passes Op::out
 //   kAllToAll       in: n parts, part r for rank r; out: n parts, part r of rank r
 //   kGather         in: this rank's part; out: n parts by rank, on `peer`; undefined on the others
 //   kScatter        in: n parts, on `peer`; undefined on the others; out: this rank's part
-//   kSend, kRecv    in, or out: to or from `peer`; messages between two ranks keep their order
+//   kSend, kRecv    in, or out: to or from `peer`; messages between two ranks keep their order. A receive from kAnyRank
+//                   takes the next message to this rank, where the transport can.
 //   kBarrier        none
 //   kExchangePacked in: n chunks of bytes, chunk r for rank r; out: n chunks, chunk r of rank r; `scales`: the same of
 //   the
@@ -60,6 +62,8 @@ struct ChunkScales {
   at::Tensor in, out;
   std::vector<int64_t> in_counts, out_counts;
 };
+
+constexpr int kAnyRank = -2;
 
 // When the caller waits for a call.
 enum class Wait : uint8_t {
@@ -80,6 +84,8 @@ struct Op {
   // kAllToAll: what is given and taken lies where these say; see strided_all_to_all().
   std::shared_ptr<const StridedParts> parts = nullptr;
   std::shared_ptr<const ChunkScales> scales = nullptr;  // kExchangePacked only
+  int message_tag = 0;                    // kSend, kRecv of scripts: a receive takes messages with its tag alone
+  std::shared_ptr<int> sender = nullptr;  // kRecv from kAnyRank: the rank that sent, when the call has ended
 
   // The tensor that has all of what the call is about: n parts where there are, as far as this rank has them.
   const at::Tensor& whole() const;

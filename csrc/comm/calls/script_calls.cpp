@@ -34,8 +34,11 @@ std::optional<c10::Device> stream_device(const Tensors& results) {
 // means that the work is on a stream; an event orders every stream that waits behind it.
 class PendingCall {
  public:
-  PendingCall(WorkPtr work, Tensors results)
-      : work_(std::move(work)), device_(stream_device(results)), results_(std::move(results)) {}
+  PendingCall(WorkPtr work, Tensors results, std::shared_ptr<int> sender)
+      : work_(std::move(work)),
+        device_(stream_device(results)),
+        results_(std::move(results)),
+        sender_(std::move(sender)) {}
 
   bool completed() {
     {
@@ -86,6 +89,7 @@ class PendingCall {
     return error_;
   }
   const Tensors& results() const { return results_; }
+  const int* sender() const { return sender_.get(); }  // of a receive; null: another call
 
   // And whether somebody has to wait for the call now.
   std::pair<c10::intrusive_ptr<Future>, bool> future() {
@@ -152,6 +156,7 @@ class PendingCall {
   const std::optional<c10::Device> device_;
   std::optional<c10::Event> finished_;  // written before done_
   const Tensors results_;
+  const std::shared_ptr<int> sender_;
 };
 
 class ScriptWork : public c10d::Work {
@@ -171,6 +176,7 @@ class ScriptWork : public c10d::Work {
     return true;
   }
   void synchronize() override {}
+  int sourceRank() const override { return call_->sender() ? *call_->sender() : c10d::Work::sourceRank(); }
   Tensors result() override { return call_->results(); }
   c10::intrusive_ptr<Future> getFuture() override {
     const auto [future, waited_for] = call_->future();
@@ -239,6 +245,7 @@ void FutureThread::serve(const std::shared_ptr<Queue>& queue) {
 }
 
 c10::intrusive_ptr<c10d::Work> ScriptCalls::run(ListCall call) {
+  if (call.verb == Verb::kRecv && call.detached) call.sender = std::make_shared<int>(call.peer);
   if (call.detached) return handle({std::move(call)});
   run_call(*communicator_, std::move(call))->wait();
   return {};
@@ -247,6 +254,7 @@ c10::intrusive_ptr<c10d::Work> ScriptCalls::run(ListCall call) {
 c10::intrusive_ptr<c10d::Work> ScriptCalls::handle(std::vector<ListCall> calls) {
   const bool detached = !calls.empty() && calls[0].detached;
   const c10d::OpType type = calls.empty() ? c10d::OpType::UNKNOWN : op_type(calls[0]);
+  const std::shared_ptr<int> sender = calls.empty() ? nullptr : calls[0].sender;
   Tensors results;
   std::vector<WorkPtr> works;
   {
@@ -257,7 +265,7 @@ c10::intrusive_ptr<c10d::Work> ScriptCalls::handle(std::vector<ListCall> calls) 
     }
   }
   WorkPtr work = works.size() == 1 ? works[0] : std::make_shared<JoinedWork>(std::move(works));
-  auto pending = std::make_shared<PendingCall>(std::move(work), std::move(results));
+  auto pending = std::make_shared<PendingCall>(std::move(work), std::move(results), sender);
   if (!detached) pending->wait(milliseconds(0));
   return c10::make_intrusive<ScriptWork>(type, std::move(pending), futures_);
 }

@@ -69,14 +69,16 @@ LoggedCall LoggedCommunicator::record_of(const Op& op, int64_t number, double be
 }
 
 WorkPtr LoggedCommunicator::start(const Op& op) {
-  const bool message = op.verb == Verb::kSend || op.verb == Verb::kRecv;
+  const bool message = is_message(op.verb);
   const int64_t number = message ? -1 : collectives_++;
   if (!log_->on()) return inner_->run(op);
   const bool reduction = reduces(op.verb) || op.verb == Verb::kExchangePacked;
   const Blocked here(*log_, reduction);
   std::optional<CallScope> scope;
   if (log_->records()) scope.emplace(log_);
-  const bool recorded = scope && scope->outermost() && op.verb != Verb::kBarrier, waits = recorded && log_->waits();
+  const bool recorded = scope && scope->outermost() && op.verb != Verb::kBarrier;
+  const bool needs_more = message && op.wait == Wait::kDetached;  // a rank may have to make another call before the end
+  const bool waits = recorded && log_->waits() && !needs_more;
   if (waits) finish_device(op.own().device());  // so that earlier work of the device is not counted
   const double begin = seconds_now();
   WorkPtr work = inner_->run(op);

@@ -12,10 +12,10 @@ namespace {
 
 using BoardPtr = std::shared_ptr<StoreBoard>;
 
-// While it is there this rank waits.
+// While it is there this rank waits. `message`: the send or receive that it waits for; null: a call with a number.
 class Waiting {
  public:
-  explicit Waiting(StoreBoard& board) : board_(board) { board_.wait_begins(); }
+  explicit Waiting(StoreBoard& board, const Record* message = nullptr) : board_(board) { board_.wait_begins(message); }
   ~Waiting() { board_.wait_ends(); }
   Waiting(const Waiting&) = delete;
 
@@ -27,7 +27,9 @@ class Waiting {
 struct Ended {
   StoreBoard& board;
   int64_t number;
-  ~Ended() { board.ended(number); }
+  ~Ended() {
+    if (number) board.ended(number);
+  }
 };
 
 // Whether the caller made the error: such an error is not a failure of the group.
@@ -42,23 +44,20 @@ bool callers(const std::exception& error) {
 
 class WatchedWork : public Work {
  public:
-  WatchedWork(BoardPtr board, CommunicatorPtr inner, WorkPtr work, std::string call, int64_t number)
-      : board_(std::move(board)),
-        inner_(std::move(inner)),
-        work_(std::move(work)),
-        call_(std::move(call)),
-        number_(number) {}
+  // `number`: of the board; 0: a message.
+  WatchedWork(BoardPtr board, CommunicatorPtr inner, WorkPtr work, const Record& call, int64_t number)
+      : board_(std::move(board)), inner_(std::move(inner)), work_(std::move(work)), call_(call), number_(number) {}
   ~WatchedWork() override { end(); }  // nobody waits for it any more
 
   void wait() override {
     if (!error_.empty()) fail(ErrorKind::kRuntime, error_);
     try {
-      const Waiting here(*board_);
+      const Waiting here(*board_, number_ ? nullptr : &call_);
       work_->wait();
     } catch (const std::exception& error) {
       if (callers(error)) throw;
       try {
-        explain(*board_, inner_->rank(), call_, error);
+        explain(*board_, inner_->rank(), describe(call_), error);
       } catch (const std::exception& explained) {
         end();
         error_ = explained.what();
@@ -78,7 +77,8 @@ class WatchedWork : public Work {
   BoardPtr board_;
   CommunicatorPtr inner_;
   WorkPtr work_;
-  std::string call_, error_;
+  const Record call_;
+  std::string error_;
   int64_t number_;
 };
 
@@ -101,12 +101,13 @@ class WatchedCommunicator : public ForwardingCommunicator {
 
  protected:
   WorkPtr start(const Op& op) override {
-    if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return inner_->run(op);
     const Record call = record_of(op, rank(), size());
-    const Waiting here(*board_);  // a call that is made of several waits for those before the last
-    const int64_t number = board_->enter(call);
+    const bool message = is_message(op.verb);
+    if (message) board_->refuse_if_failed();
+    const Waiting here(*board_, message ? &call : nullptr);  // a call that is made of several waits for those before
+    const int64_t number = message ? 0 : board_->enter(call);
     try {
-      return std::make_shared<WatchedWork>(board_, inner_, inner_->run(op), describe(call), number);
+      return std::make_shared<WatchedWork>(board_, inner_, inner_->run(op), call, number);
     } catch (const std::exception& error) {
       const Ended at_last{*board_, number};
       if (callers(error)) throw;

@@ -9,7 +9,8 @@
 
 namespace ds::comm {
 
-// Does what `inner` does; sends and receives, which not all ranks make, go by unseen. A call that fails, or that
+// Does what `inner` does. A send or a receive, which two ranks make, has no number: it is shown while this rank waits
+// for it. A call that fails, or that
 // another rank has found not to fit, throws kRuntime with where all ranks are, and `inner` is aborted: all further
 // calls fail.
 CommunicatorPtr watched(CommunicatorPtr inner, std::shared_ptr<StoreBoard> board);

@@ -179,7 +179,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
     if (op.verb == Verb::kBarrier) return members_.empty();
     if (native(op.own())) return natively(op);
     if (!reaches(op.own().device())) return false;  // through the host: gloo takes no device but CUDA
-    if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return true;
+    if (is_message(op.verb)) return true;
     if (!members_.empty()) return false;
     if (by_collectives(op.own())) return carries_by_collectives(op);
     if (!gloo_carries(op.own().scalar_type())) return false;
@@ -220,7 +220,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
 
   WorkPtr start(const Op& op) override {
     if (op.verb == Verb::kBarrier) return joined(group()->barrier());
-    if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return transfers({op}, first_tag_);
+    if (is_message(op.verb)) return transfers({op}, for_scripts() ? op.message_tag : first_tag_);
     if (op.own().numel() == 0 && op.verb != Verb::kAllToAll) return std::make_shared<DoneWork>();
     if (op.verb == Verb::kAllReduce || op.verb == Verb::kBroadcast || op.verb == Verb::kReduce) return in_place(op);
     at::Tensor in = op.in, out = op.out;
@@ -280,6 +280,9 @@ class C10dCommunicator : public Communicator, public OneQueue {
     }
   }
 
+  // Messages of scripts have their own tags, as those that torch sends in this group; empty ones are sent, too.
+  bool for_scripts() const { return gloo_by_ != GlooBy::kTransfers; }
+
   bool by_collectives(const at::Tensor& tensor) const {
     return gloo_by_ == GlooBy::kCollectives && gloo_ && tensor.device().is_cpu();
   }
@@ -332,9 +335,15 @@ class C10dCommunicator : public Communicator, public OneQueue {
   // Elsewhere than in host memory a transfer may wait for its other half: of each pair the lower rank sends first.
   WorkPtr transfers(const std::vector<Op>& ops, int tag) {
     std::vector<Handle> handles;
+    std::function<void()> finish;
     const auto issue = [&](const Op& op) {
       std::vector<at::Tensor> moved{op.own()};
-      if (moved[0].numel() == 0) return;
+      if (moved[0].numel() == 0 && !for_scripts()) return;
+      if (op.peer == kAnyRank) {
+        handles.push_back(group()->recvAnysource(moved, tag));
+        if (op.sender) finish = [handle = handles.back(), to = op.sender] { *to = handle->sourceRank(); };
+        return;
+      }
       handles.push_back(op.verb == Verb::kSend ? group()->send(moved, peer(op.peer), tag)
                                                : group()->recv(moved, peer(op.peer), tag));
     };
@@ -345,7 +354,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
       if (first(op)) issue(op);
     for (const Op& op : ops)
       if (!first(op)) issue(op);
-    return under_way(C10dWork::Kind::kTransfers, std::move(handles), nullptr);
+    return under_way(C10dWork::Kind::kTransfers, std::move(handles), std::move(finish));
   }
 
   WorkPtr joined(Handle handle, std::function<void()> finish = nullptr) {

@@ -38,7 +38,7 @@ class CountedCommunicator : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::string name() const override { return "counted"; }
-  bool carries(const Op&) const override { return true; }
+  bool carries(const Op& op) const override { return op.peer != kAnyRank; }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
   std::shared_ptr<Communicator> among(const std::vector<int>& ranks) override {
     const auto mine = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
@@ -48,7 +48,7 @@ class CountedCommunicator : public Communicator {
  protected:
   bool carries_parts() const override { return time_.touched != nullptr; }
   WorkPtr start(const Op& op) override {
-    if (peers_ && (op.verb == Verb::kSend || op.verb == Verb::kRecv)) return pass_on(op);
+    if (peers_ && is_message(op.verb)) return pass_on(op);
     if (op.out.defined() && op.out.is_cpu()) {
       // A mode of Python takes far longer than the copy.
       const c10::impl::ExcludeDispatchKeyGuard unseen(c10::python_ks);

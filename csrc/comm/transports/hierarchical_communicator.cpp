@@ -159,7 +159,7 @@ class HierarchicalCommunicator : public Communicator {
       if (op.verb == Verb::kReduceScatter) return reduce_scatter(op);
       if (op.verb == Verb::kAllGather) return all_gather(op);
     }
-    queue_->progress();
+    if (op.wait == Wait::kLater) queue_->progress();
     return inner_->run(op);
   }
 

@@ -88,7 +88,7 @@ class NcclCommunicator : public Communicator, public OneQueue {
       case Verb::kBroadcast:
       case Verb::kAllGather:
       case Verb::kSend:
-      case Verb::kRecv: return op.in_counts.empty() && op.out_counts.empty();
+      case Verb::kRecv: return op.peer != kAnyRank && op.in_counts.empty() && op.out_counts.empty();
       default: return false;
     }
   }

@@ -55,7 +55,7 @@ class ShmCommunicator : public Communicator {
   bool carries_parts() const override { return true; }
   WorkPtr start(const Op& op) override {
     if (by_inner(op)) {
-      queue_->progress();
+      if (op.wait == Wait::kLater) queue_->progress();  // calls of scripts move on by themselves
       return inner_->run(op);
     }
     return std::make_shared<ShmWork>(queue_, queue_->submit([op](ShmGroup& group) { call(group, op); }, begin(op)));
@@ -69,8 +69,7 @@ class ShmCommunicator : public Communicator {
   }
 
   static bool by_inner(const Op& op) {
-    return op.verb == Verb::kSend || op.verb == Verb::kRecv ||
-           (op.verb != Verb::kBarrier && !op.own().device().is_cpu());
+    return is_message(op.verb) || (op.verb != Verb::kBarrier && !op.own().device().is_cpu());
   }
 
   static void call(ShmGroup& group, const Op& op) {

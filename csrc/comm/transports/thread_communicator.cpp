@@ -293,7 +293,7 @@ class ThreadCommunicator : public Communicator {
       case Verb::kAllGather:
       case Verb::kAllToAll:
       case Verb::kSend:
-      case Verb::kRecv:
+      case Verb::kRecv: return op.peer != kAnyRank;
       case Verb::kBarrier: return true;
       default: return false;
     }

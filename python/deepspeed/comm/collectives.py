@@ -1,316 +1,298 @@
-"""The operations of ``deepspeed.comm``: torch.distributed's, run by the backend of this process.
+"""The verbs of ``deepspeed.comm``: those of torch.distributed. The native communicator of the group and the device runs
+them; torch itself does where there is none.
 
-``prof``, ``log_name`` and ``debug`` describe an operation for the log of operations and do not change what it does.
+A row of the table ``VERBS`` is a function under ``verb``: its name, its arguments, and the arguments behind them that
+describe a call for the log of operations and do not change it.
+
 ``group`` None is all ranks; ``op`` is a ``ReduceOp`` of ours or of torch. With ``async_op`` a handle is returned
 whose ``wait()`` must be called before the result is read; without, the result is there on return.
 """
-# ruff: noqa: B008 (the published signatures evaluate get_caller_func() in their defaults)
+
+import functools
+import inspect
+
+import torch.distributed as dist
 
 from deepspeed.comm.caller import get_caller_func
-from deepspeed.comm.process_group import current_backend
-from deepspeed.comm.reduce_op import ReduceOp
-from deepspeed.comm.timed import timed_op
+from deepspeed.comm.group_communicators import ANY_RANK, of, rank_in
+from deepspeed.comm.reduce_op import ReduceOp, core_name, to_torch
+from deepspeed.comm.timed import call_log, logged
+
+LOGGED = ("prof", "log_name", "debug")  # arguments that describe a call for the log of operations
+VERBS = {}  # name -> the function without those arguments, which are not recorded
+
+
+def verb(*described, log_name=None):
+    """Decorates a function, which becomes a row of the table. The result takes the arguments ``described``, too, and is
+    recorded as ``log_name`` (default: the function's name) while the log listens."""
+
+    def row(function):
+        signature = inspect.signature(function)
+        defaults = {"prof": False, "log_name": log_name or function.__name__, "debug": get_caller_func()}
+        more = [
+            inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults[one]) for one in described
+        ]
+        count = len(signature.parameters)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if not call_log.records and len(args) <= count and not (kwargs and kwargs.keys() & defaults):
+                return function(*args, **kwargs)
+            own = {name: value for name, value in kwargs.items() if name not in described}
+            return logged(call, args, kwargs, functools.partial(function, *args[:count], **own))
+
+        call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])
+        VERBS[function.__name__] = function
+        return call
+
+    return row
+
+
+class _Joined:
+    """A handle for several."""
+
+    def __init__(self, works):
+        self._works = works
+
+    def wait(self, timeout=None):
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def is_completed(self):
+        return all(work.is_completed() for work in self._works)
+
+
+def _all_of(works, async_op):
+    joined = _Joined([work for work in works if work is not None])
+    if not async_op:
+        joined.wait()
+    return joined if async_op else None
 
 
 # ---- reductions ---------------------------------------------------------------------------------------------------
-@timed_op
-def all_reduce(
-    tensor,
-    op=ReduceOp.SUM,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="all_reduce",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Every rank's ``tensor`` becomes the reduction over the ranks."""
-    return current_backend().all_reduce(tensor, op, group, async_op)
+    if ours := of(group, tensor, op):
+        return ours.run("all_reduce", [], [tensor], async_op, core_name(op))
+    return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
 
 
-@timed_op
-def inference_all_reduce(
-    tensor,
-    op=ReduceOp.SUM,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="all_reduce",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED, log_name="all_reduce")
+def inference_all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """``all_reduce`` for the small tensors of token generation."""
-    if async_op:
-        return current_backend().all_reduce(tensor, op, group, async_op)
-    return current_backend().inference_all_reduce(tensor, op, group)
+    return all_reduce(tensor, op, group, async_op)
 
 
-@timed_op
-def all_reduce_coalesced(
-    tensors,
-    op=ReduceOp.SUM,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="all_reduce",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED, log_name="all_reduce")
+def all_reduce_coalesced(tensors, op=ReduceOp.SUM, group=None, async_op=False):
     """``all_reduce`` of each tensor of the list, all under way at the same time."""
-    return current_backend().all_reduce_coalesced(tensors, op, group, async_op)
+    return _all_of([all_reduce(tensor, op, group, True) for tensor in tensors], async_op)
 
 
-@timed_op
-def reduce(
-    tensor,
-    dst,
-    op=ReduceOp.SUM,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="reduce",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def reduce(tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
     """Rank ``dst``'s ``tensor`` becomes the reduction over the ranks."""
-    return current_backend().reduce(tensor, dst, op, group, async_op)
+    if ours := of(group, tensor, op):
+        return ours.run("reduce", [], [tensor], async_op, core_name(op), rank_in(group, dst))
+    return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
 
 
-@timed_op
-def reduce_scatter(
-    output,
-    input_list,
-    op=ReduceOp.SUM,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="reduce_scatter",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
     """``output`` of rank r becomes the reduction of the ranks' ``input_list[r]``."""
-    return current_backend().reduce_scatter(output, input_list, op, group, async_op)
+    if ours := of(group, output, op, input_list):
+        return ours.run("reduce_scatter", input_list, [output], async_op, core_name(op))
+    return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
 
 
-@timed_op
-def reduce_scatter_tensor(
-    output_tensor,
-    tensor,
-    op=ReduceOp.SUM,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="reduce_scatter_tensor",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def reduce_scatter_tensor(output_tensor, tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """``output_tensor`` of rank r becomes part r of the reduction of the ranks' ``tensor``."""
-    return current_backend().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    if ours := of(group, output_tensor, op):
+        return ours.run("reduce_scatter", [tensor], [output_tensor], async_op, core_name(op))
+    function = getattr(dist, "reduce_scatter_tensor", None) or dist._reduce_scatter_base
+    return function(output_tensor, tensor, to_torch(op, output_tensor.dtype), group=group, async_op=async_op)
 
 
-@timed_op
-def reduce_scatter_fn(
-    output_tensor,
-    tensor,
-    op=ReduceOp.SUM,
-    group=None,
-    async_op=False,
-    prof=False,
-    debug=get_caller_func(),
-):
+@verb("prof", "debug")
+def reduce_scatter_fn(output_tensor, tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """The older name of ``reduce_scatter_tensor``."""
-    return current_backend().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 # ---- data movement ------------------------------------------------------------------------------------------------
-@timed_op
-def broadcast(
-    tensor,
-    src,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="broadcast",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def broadcast(tensor, src, group=None, async_op=False):
     """Every rank's ``tensor`` becomes that of the global rank ``src``."""
-    return current_backend().broadcast(tensor, src, group, async_op)
+    if ours := of(group, tensor):
+        return ours.run("broadcast", [], [tensor], async_op, peer=rank_in(group, src))
+    return dist.broadcast(tensor, src, group=group, async_op=async_op)
 
 
-@timed_op
+@verb()
 def broadcast_object_list(object_list, src, group=None, device=None):
     """Every rank's list gets the picklable objects of the global rank ``src``; lists of equal length."""
-    return current_backend().broadcast_object_list(object_list, src, group, device)
+    return dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
 
-@timed_op
-def all_gather(
-    tensor_list,
-    tensor,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="all_gather",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def all_gather(tensor_list, tensor, group=None, async_op=False):
     """``tensor_list[r]`` becomes rank r's ``tensor``."""
-    return current_backend().all_gather(tensor_list, tensor, group, async_op)
+    if ours := of(group, tensor, parts=tensor_list):
+        return ours.run("all_gather", [tensor], tensor_list, async_op)
+    return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
 
-@timed_op
-def all_gather_into_tensor(
-    output_tensor,
-    tensor,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="all_gather_into_tensor",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def all_gather_into_tensor(output_tensor, tensor, group=None, async_op=False):
     """``output_tensor`` gets the ranks' tensors one after the other."""
-    return current_backend().all_gather_into_tensor(output_tensor, tensor, group, async_op)
+    if ours := of(group, output_tensor):
+        return ours.run("all_gather", [tensor], [output_tensor], async_op)
+    function = getattr(dist, "all_gather_into_tensor", None) or dist._all_gather_base
+    return function(output_tensor, tensor, group=group, async_op=async_op)
 
 
-@timed_op
-def allgather_fn(output_tensor, input_tensor, group=None, async_op=False, debug=get_caller_func()):
+@verb("debug")
+def allgather_fn(output_tensor, input_tensor, group=None, async_op=False):
     """The older name of ``all_gather_into_tensor``."""
-    return current_backend().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
-@timed_op
+@verb()
 def all_gather_coalesced(output_tensors, input_tensors, group=None, async_op=False):
     """``all_gather_into_tensor`` of each pair of the lists, all under way at the same time."""
-    return current_backend().all_gather_coalesced(output_tensors, input_tensors, group, async_op)
+    if len(output_tensors) != len(input_tensors):
+        raise ValueError(
+            f"all_gather_coalesced got {len(output_tensors)} outputs for {len(input_tensors)} inputs; "
+            f"it needs one output tensor per input tensor."
+        )
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _all_of([all_gather_into_tensor(*pair, group, True) for pair in pairs], async_op)
 
 
-@timed_op
-def all_gather_object(
-    object_list,
-    obj,
-    group=None,
-    prof=False,
-    log_name="all_gather_object",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def all_gather_object(object_list, obj, group=None):
     """``object_list[r]`` becomes rank r's picklable ``obj``."""
-    return current_backend().all_gather_object(object_list, obj, group)
+    return dist.all_gather_object(object_list, obj, group=group)
 
 
-@timed_op
-def all_to_all_single(
-    output,
-    tensor,
-    output_split_sizes=None,
-    input_split_sizes=None,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="all_to_all_single",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def all_to_all_single(output, tensor, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
     """Part r of ``output`` becomes this rank's part of rank r's ``tensor``; parts are equal or as the sizes say."""
-    return current_backend().all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+    if ours := of(group, output):
+        splits = (list(input_split_sizes or ()), list(output_split_sizes or ()))
+        return ours.run("all_to_all", [tensor], [output], async_op, splits=splits)
+    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
 
-@timed_op
+@verb()
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
     """``output_tensor_list[r]`` becomes what rank r holds for this rank."""
-    return current_backend().all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+    if ours := of(group, output_tensor_list[0]):
+        return ours.run("all_to_all", input_tensor_list, output_tensor_list, async_op)
+    return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
 
 
-@timed_op
-def gather(
-    tensor,
-    gather_list=None,
-    dst=0,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="gather",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     """Rank ``dst``'s ``gather_list[r]`` becomes rank r's ``tensor``."""
-    return current_backend().gather(tensor, gather_list, dst, group, async_op)
+    if ours := of(group, tensor):
+        return ours.run("gather", [tensor], gather_list or [], async_op, peer=rank_in(group, dst))
+    return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
 
 
-@timed_op
-def scatter(
-    tensor,
-    scatter_list=None,
-    src=0,
-    group=None,
-    async_op=False,
-    prof=False,
-    log_name="scatter",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
     """Rank r's ``tensor`` becomes rank ``src``'s ``scatter_list[r]``."""
-    return current_backend().scatter(tensor, scatter_list, src, group, async_op)
+    if ours := of(group, tensor):
+        return ours.run("scatter", scatter_list or [], [tensor], async_op, peer=rank_in(group, src))
+    return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
 
 # ---- point to point -----------------------------------------------------------------------------------------------
-@timed_op
-def send(tensor, dst, group=None, tag=0, prof=False, log_name="send", debug=get_caller_func()):
+@verb(*LOGGED)
+def send(tensor, dst, group=None, tag=0):
     """Sends to the global rank ``dst`` and waits until the tensor may be changed."""
-    return current_backend().send(tensor, dst, group, tag)
+    if ours := of(group, tensor):
+        return ours.run("send", [tensor], [], peer=rank_in(group, dst), tag=tag)
+    return dist.send(tensor, dst, group=group, tag=tag)
 
 
-@timed_op
-def recv(tensor, src=None, group=None, tag=0, prof=False, log_name="recv", debug=get_caller_func()):
+@verb(*LOGGED)
+def recv(tensor, src=None, group=None, tag=0):
     """Receives from the global rank ``src``, or from anyone; returns the sender."""
-    return current_backend().recv(tensor, src, group, tag)
+    if of(group, tensor) is None:
+        return dist.recv(tensor, src, group=group, tag=tag)
+    work = irecv(tensor, src, group, tag)
+    work.wait()
+    if src is not None:
+        return src
+    sender = work._source_rank()
+    return sender if group in (None, dist.group.WORLD) else dist.get_global_rank(group, sender)
 
 
-@timed_op
-def isend(tensor, dst, group=None, tag=0, prof=False, log_name="isend", debug=get_caller_func()):
+@verb(*LOGGED)
+def isend(tensor, dst, group=None, tag=0):
     """Starts to send; returns a handle."""
-    return current_backend().isend(tensor, dst, group, tag)
+    if ours := of(group, tensor):
+        return ours.run("send", [tensor], [], True, peer=rank_in(group, dst), tag=tag)
+    return dist.isend(tensor, dst, group=group, tag=tag)
 
 
-@timed_op
-def irecv(tensor, src=None, group=None, tag=0, prof=False, log_name="irecv", debug=get_caller_func()):
+@verb(*LOGGED)
+def irecv(tensor, src=None, group=None, tag=0):
     """Starts to receive; returns a handle."""
-    return current_backend().irecv(tensor, src, group, tag)
+    if ours := of(group, tensor):
+        return ours.run("recv", [], [tensor], True, peer=ANY_RANK if src is None else rank_in(group, src), tag=tag)
+    return dist.irecv(tensor, src, group=group, tag=tag)
 
 
 class P2POp:
     """A send or receive for ``batch_isend_irecv``.
 
     Args:
-        op: ``deepspeed.comm.isend`` or ``irecv``, or torch's. tensor: what is sent, or what is filled. peer: the global rank
-        of the other side. group, tag: as for ``isend``.
+        op: ``deepspeed.comm.isend`` or ``irecv``, or torch's. tensor: what is sent, or what is filled. peer: the global
+        rank of the other side. group, tag: as for ``isend``.
     """
 
     def __init__(self, op, tensor, peer=None, group=None, tag=0):
         name = getattr(op, "__name__", "")
         if name not in ("isend", "irecv"):
             raise ValueError(f"op is {op!r}; a P2POp takes deepspeed.comm.isend or deepspeed.comm.irecv")
-        self.op, self.sends, self.tensor, self.peer, self.group, self.tag = op, name == "isend", tensor, peer, group, tag
+        self.op, self.sends, self.tensor, self.peer, self.group, self.tag = (
+            op,
+            name == "isend",
+            tensor,
+            peer,
+            group,
+            tag,
+        )
 
 
 def batch_isend_irecv(p2p_op_list):
-    """Starts all of a list of ``P2POp``; returns their handles. Messages may cross: no order between ranks is needed."""
+    """Starts all of a list of ``P2POp``; returns their handles. Messages may cross: ranks need no order."""
     if not p2p_op_list or not all(isinstance(one, P2POp) for one in p2p_op_list):
         raise ValueError("batch_isend_irecv takes a list of deepspeed.comm.P2POp that is not empty")
-    return current_backend().batch_isend_irecv(p2p_op_list)
+    if all(one.tensor.device.type == "cpu" for one in p2p_op_list):
+        start = {True: isend, False: irecv}
+        return [start[one.sends](one.tensor, one.peer, one.group, one.tag) for one in p2p_op_list]
+    start = {True: dist.isend, False: dist.irecv}  # a backend of a device launches them together
+    made = [dist.P2POp(start[one.sends], one.tensor, one.peer, one.group, one.tag) for one in p2p_op_list]
+    return dist.batch_isend_irecv(made)
 
 
 # ---- meeting points -----------------------------------------------------------------------------------------------
-@timed_op
-def barrier(
-    group=None,
-    async_op=False,
-    device_ids=None,
-    prof=False,
-    log_name="barrier",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def barrier(group=None, async_op=False, device_ids=None):
     """Returns when every rank of the group has called it."""
-    return current_backend().barrier(group, async_op, device_ids)
+    if ours := of(group, None):
+        return ours.run("barrier", [], [], async_op)
+    return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
 
 
-@timed_op
-def monitored_barrier(
-    group=None,
-    timeout=None,
-    wait_all_ranks=False,
-    prof=False,
-    log_name="monitored_barrier",
-    debug=get_caller_func(),
-):
+@verb(*LOGGED)
+def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
     """A barrier that names the ranks that did not come in time; gloo groups only."""
-    return current_backend().monitored_barrier(group, timeout, wait_all_ranks)
+    return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)

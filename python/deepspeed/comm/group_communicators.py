@@ -1,11 +1,12 @@
-"""Native communicators that run the collectives of ``deepspeed.comm``, one for each group and kind of device.
+"""Native communicators that run the verbs of ``deepspeed.comm``, one for each group and kind of device.
 
 CPU tensors: groups that ``deepspeed.comm`` makes, the first one included, move them through shared memory if all ranks
 are on one host. Such a communicator is made together with its group and not at first use, because ranks may use two
 groups in different orders. ``DS_SHM_COLLECTIVES=0`` turns shared memory off. Other groups over gloo, including those
-that torch makes, use gloo. Tensors of other devices travel through the group's own backend for the device (NCCL), so
-calls of ``deepspeed.comm`` and of ``torch.distributed`` keep one order. csrc/comm/calls/compose.cpp adds the verbs and
-dtypes that a backend lacks, and csrc/comm/boards/store_board.h finds calls that do not match.
+that torch makes, use gloo, as messages between two ranks always do. Tensors of other devices travel through the group's
+own backend for the device (NCCL), so calls of ``deepspeed.comm`` and of ``torch.distributed`` keep one order.
+csrc/comm/calls/compose.cpp adds the verbs and dtypes that a backend lacks, and csrc/comm/boards/store_board.h finds
+calls that do not match.
 """
 
 import os
@@ -15,15 +16,17 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import _native
-from deepspeed.comm.reduce_op import is_known, to_name
+from deepspeed.comm.reduce_op import core_name
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
 
 # torch's group -> kind of device -> GroupCommunicator; None if torch's own functions run its collectives. The keys are
 # weak because torch decides when a group ends; the entry then releases its reference to the job's store.
 _known = weakref.WeakKeyDictionary()
+_OVER_TORCH = "over torch"  # the key of a communicator of native_of()
 # Backends whose groups run every collective by a communicator of their own: name -> function that makes it for a group.
 native_backends = {}
+ANY_RANK = _native._C.ScriptCalls.ANY_RANK  # the peer of a receive that takes the next message
 
 
 class GroupCommunicator:
@@ -49,13 +52,9 @@ class GroupCommunicator:
 
     def _take(self, native):
         self.native, self.in_memory = native, native.name == "shm"
-        self._calls = _native._C.ScriptCalls(native)
-
-    def run(self, verb, given, taken, async_op, op=None, root=-1, splits=((), ())):
-        """See csrc/comm/calls/script_calls.h. Returns torch's ``Work`` if ``async_op``, else None at the end of the
-        call."""
-        op = "sum" if op is None else to_name(op).lower()
-        return self._calls.call(verb, given, taken, [list(split or ()) for split in splits], op, root, async_op)
+        # run(verb, given, taken, detached=False, op="sum", peer=-1, splits=([], []), tag=0): see
+        # csrc/comm/calls/script_calls.h. torch's ``Work`` if it is detached, else None at the end of the call.
+        self.run = _native._C.ScriptCalls(native).call
 
 
 def _backend_of(group, device):
@@ -94,8 +93,9 @@ def _make(group, device, shared):
             _make(group, "cpu", shared=False)
         if made["cpu"] and not made["cpu"].in_memory:  # calls with tensors here and there are compared with each other
             made[device] = made["cpu"]
-            return
+            return made
     made[device] = GroupCommunicator(group, device, shared) if ours else None
+    return made
 
 
 def add_memory(group):
@@ -110,19 +110,44 @@ def of(group, tensor, op=None, parts=()):
     None if torch's own function runs it: for sparse tensors, for reductions of complex tensors and with an ``op`` of
     torch's that has no name here (premultiplied sums), and for ``parts`` of several sizes on a device.
     """
-    if tensor is not None and tensor.layout is not torch.strided:
-        return None
-    if op is not None and (tensor.is_complex() or not is_known(op)):
-        return None
-    if tensor is not None and tensor.device.type != "cpu" and len({part.numel() for part in parts}) > 1:
-        return None
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):  # torch gives another object to ranks that are not members
-        return None
-    device = "cpu" if tensor is None else tensor.device.type
-    if device not in _known.get(group, ()):
-        _make(group, device, shared=False)
-    return _known[group][device]
+    device = "cpu"
+    if tensor is not None:
+        if tensor.layout is not torch.strided:
+            return None
+        if op is not None and (core_name(op) is None or tensor.is_complex()):
+            return None
+        if not tensor.is_cpu:
+            device = tensor.device.type
+            if len({part.numel() for part in parts}) > 1:
+                return None
+    group = all_ranks() if group is None else group
+    made = _known.get(group) if isinstance(group, dist.ProcessGroup) else {device: None}  # what no member has
+    if made is None or device not in made:
+        made = _make(group, device, shared=False)
+    return made[device]
+
+
+def all_ranks():
+    """torch's group of all ranks; RuntimeError before there is one."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError(
+            "there is no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() first."
+        )
+    return group
+
+
+def native_of(group, tensor):
+    """The native communicator that carries tensors like ``tensor`` in ``group``. Where torch's own functions run the
+    collectives of scripts, it is made over torch's group, and kept."""
+    group = all_ranks() if group is None else group
+    ours = of(group, tensor)
+    if ours is not None:
+        return ours.native
+    made = _known.setdefault(group, {})
+    if _OVER_TORCH not in made:
+        made[_OVER_TORCH] = _native._C.Communicator(group)
+    return made[_OVER_TORCH]
 
 
 def rank_in(group, rank):

@@ -31,7 +31,7 @@ class _Made:
         self.views = {}  # name -> Members (mesh_views.py)
         self.jobs = {}  # backend -> native Job
         self.gathers = {}  # ranks -> native Communicator (mesh_views.py)
-        self.exchanges = weakref.WeakKeyDictionary()  # GroupCommunicator or group -> native (sequence/exchange.py)
+        self.exchanges = weakref.WeakKeyDictionary()  # native communicator -> its exchange (sequence/exchange.py)
         self.uneven_heads = set()  # ranks that have cut heads into unequal runs (sequence/exchange.py)
         self.stores = {}  # (device, folder) -> tensors that wait for backward (utils/waiting_tensors.py)
         self.sequences = {}  # ranks -> engines (weakly) that train sequences they share (sequence/gradients.py)

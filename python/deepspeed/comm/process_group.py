@@ -206,10 +206,7 @@ def set_backend():
 def current_backend():
     """The ``TorchBackend`` of this process; RuntimeError before there is a process group."""
     if cdb is None or not cdb.is_initialized():
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "there is no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() first."
-            )
+        group_communicators.all_ranks()
         set_backend()
     return cdb
 

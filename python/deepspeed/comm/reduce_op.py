@@ -20,6 +20,10 @@ class ReduceOp(Enum):
     UNUSED = 8
 
 
+for _op in ReduceOp:
+    _op.core = _op.name.lower()  # the core's name
+
+
 _NAMES = [op.name for op in ReduceOp if op is not ReduceOp.UNUSED]
 
 
@@ -37,9 +41,14 @@ def _name_of(op):
     return next((one for one in _NAMES if _equal(op, getattr(dist.ReduceOp, one))), None)
 
 
-def is_known(op):
-    """False for operations of torch that have no counterpart here: premultiplied sums."""
-    return not isinstance(op, (dist.ReduceOp, type(dist.ReduceOp.SUM))) or _name_of(op) in _NAMES
+def core_name(op):
+    """``"sum"`` and so on for our or torch's op; None for those of torch that have no counterpart here: premultiplied
+    sums. ValueError for what is not a reduction."""
+    if isinstance(op, ReduceOp) and op is not ReduceOp.UNUSED:
+        return op.core
+    if isinstance(op, (dist.ReduceOp, type(dist.ReduceOp.SUM))) and _name_of(op) is None:
+        return None
+    return to_name(op).lower()
 
 
 def to_name(op):

@@ -82,30 +82,35 @@ def timed_op(func):
 
     @functools.wraps(func)
     def operation(*args, **kwargs):
-        if not call_log.records:
-            return func(*args, **kwargs)
-        outermost = call_log.enter()
-        try:
-            return _recorded(func, args, kwargs) if outermost else func(*args, **kwargs)
-        finally:
-            call_log.leave()
+        return logged(func, args, kwargs, functools.partial(func, *args, **kwargs))
 
     return operation
 
 
-def _recorded(func, args, kwargs):
+def logged(func, args, kwargs, call):
+    """What ``call()`` returns, which is timed while the log listens. ``func(*args, **kwargs)`` describes it."""
+    if not call_log.records:
+        return call()
+    outermost = call_log.enter()
+    try:
+        return _recorded(func, args, kwargs, call) if outermost else call()
+    finally:
+        call_log.leave()
+
+
+def _recorded(func, args, kwargs, call):
     name, given = func.__name__, argument_names(func, args, kwargs)
     group = given.get("group")
     ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
     if ranks < 1:
-        return func(*args, **kwargs)
+        return call()
     logger, log_name, label = _listening.logger, given.get("log_name", name), ""
     wanted = logger is not None and logger.wants(log_name, given.get("prof", False))
     if wanted:
         caller = kwargs.get("debug") or (caller_name() if logger.debug else None)
         label = get_debug_log_name({"log_name": log_name, "debug": caller}, logger.debug)
     elif call_log.waits and len(_listening.recorders) == 1:  # nobody else records
-        return func(*args, **kwargs)
+        return call()
     size = size_of_arguments(given)
     group_name, number = (_name_of(group), -1) if name in _MESSAGES else _numbered(group)
     accelerator = get_accelerator()
@@ -113,7 +118,7 @@ def _recorded(func, args, kwargs):
     if waits:
         accelerator.synchronize()
     begin = time.perf_counter()
-    result = func(*args, **kwargs)
+    result = call()
     issued = time.perf_counter() - begin
 
     def end(blocked=0.0):

@@ -1,4 +1,4 @@
-"""The one backend of ``deepspeed.comm``: native communicators over the groups of torch.distributed."""
+"""The one backend of ``deepspeed.comm``, as an object whose methods are the verbs. Functions do not go through it."""
 
 import importlib
 
@@ -9,29 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import group_communicators as communicators
 from deepspeed.comm import mesh
 from deepspeed.comm.backend import Backend
-from deepspeed.comm.reduce_op import ReduceOp, to_torch
-
-
-class _Joined:
-    """A handle for several."""
-
-    def __init__(self, works):
-        self._works = works
-
-    def wait(self, timeout=None):
-        for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
-        return True
-
-    def is_completed(self):
-        return all(work.is_completed() for work in self._works)
-
-
-def _all_of(works, async_op):
-    joined = _Joined([work for work in works if work is not None])
-    if not async_op:
-        joined.wait()
-    return joined if async_op else None
+from deepspeed.comm.collectives import VERBS
+from deepspeed.comm.reduce_op import ReduceOp
 
 
 class TorchBackend(Backend):
@@ -82,122 +61,30 @@ class TorchBackend(Backend):
     def is_initialized(self):
         return dist.is_initialized()
 
-    # ---- reductions ----------------------------------------------------------------------------------------------
+    # ---- verbs whose arguments have other names or defaults than those of the functions ------------------------------
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if ours := communicators.of(group, tensor, op):
-            return ours.run("all_reduce", [], [tensor], async_op, op)
-        return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
-
-    def inference_all_reduce(self, tensor, op, group=None):
-        return self.all_reduce(tensor, op, group, False)
+        return VERBS["all_reduce"](tensor, op, group, async_op)
 
     def all_reduce_coalesced(self, tensors, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        return _all_of([self.all_reduce(tensor, op, group, True) for tensor in tensors], async_op)
+        return VERBS["all_reduce_coalesced"](tensors, op, group, async_op)
 
-    def reduce(self, tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
-        if ours := communicators.of(group, tensor, op):
-            return ours.run("reduce", [], [tensor], async_op, op, communicators.rank_in(group, dst))
-        return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
-
-    def reduce_scatter(self, output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-        if ours := communicators.of(group, output, op, input_list):
-            return ours.run("reduce_scatter", input_list, [output], async_op, op)
-        return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
+    def inference_all_reduce(self, tensor, op, group=None):
+        return VERBS["all_reduce"](tensor, op, group)
 
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=ReduceOp.SUM, group=None, async_op=False):
-        if ours := communicators.of(group, output_tensor, op):
-            return ours.run("reduce_scatter", [input_tensor], [output_tensor], async_op, op)
-        op = to_torch(op, output_tensor.dtype)
-        return self.get_reduce_scatter_function()(output_tensor, input_tensor, op, group=group, async_op=async_op)
-
-    # ---- data movement -------------------------------------------------------------------------------------------
-    def broadcast(self, tensor, src, group=None, async_op=False):
-        if ours := communicators.of(group, tensor):
-            return ours.run("broadcast", [], [tensor], async_op, root=communicators.rank_in(group, src))
-        return dist.broadcast(tensor, src, group=group, async_op=async_op)
-
-    def broadcast_object_list(self, object_list, src, group=None, device=None):
-        return dist.broadcast_object_list(object_list, src=src, group=group, device=device)
-
-    def all_gather(self, tensor_list, tensor, group=None, async_op=False):
-        if ours := communicators.of(group, tensor, parts=tensor_list):
-            return ours.run("all_gather", [tensor], tensor_list, async_op)
-        return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        return VERBS["reduce_scatter_tensor"](output_tensor, input_tensor, op, group, async_op)
 
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
-        if ours := communicators.of(group, output_tensor):
-            return ours.run("all_gather", [input_tensor], [output_tensor], async_op)
-        return self.get_all_gather_function()(output_tensor, input_tensor, group=group, async_op=async_op)
+        return VERBS["all_gather_into_tensor"](output_tensor, input_tensor, group, async_op)
 
-    def all_gather_base(self, output_tensor, input_tensor, group=None, async_op=False):
-        return self.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-
-    def all_gather_coalesced(self, output_tensors, input_tensors, group=None, async_op=False):
-        if len(output_tensors) != len(input_tensors):
-            raise ValueError(
-                f"all_gather_coalesced got {len(output_tensors)} outputs for {len(input_tensors)} inputs; "
-                f"it needs one output tensor per input tensor."
-            )
-        pairs = zip(output_tensors, input_tensors, strict=True)
-        return _all_of([self.all_gather_into_tensor(*pair, group, True) for pair in pairs], async_op)
-
-    def all_gather_object(self, object_list, obj, group=None):
-        return dist.all_gather_object(object_list, obj, group=group)
+    all_gather_base = all_gather_into_tensor
 
     def all_to_all_single(
         self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
     ):
-        communicator = communicators.of(group, output)
-        if communicator is None:
-            return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
-        splits = (input_split_sizes, output_split_sizes)
-        return communicator.run("all_to_all", [input], [output], async_op, splits=splits)
+        return VERBS["all_to_all_single"](output, input, output_split_sizes, input_split_sizes, group, async_op)
 
-    def all_to_all(self, output_tensor_list, input_tensor_list, group=None, async_op=False):
-        if ours := communicators.of(group, output_tensor_list[0]):
-            return ours.run("all_to_all", input_tensor_list, output_tensor_list, async_op)
-        return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
-
-    def gather(self, tensor, gather_list=None, dst=0, group=None, async_op=False):
-        if ours := communicators.of(group, tensor):
-            return ours.run("gather", [tensor], gather_list or [], async_op, root=communicators.rank_in(group, dst))
-        return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
-
-    def scatter(self, tensor, scatter_list=None, src=0, group=None, async_op=False):
-        if ours := communicators.of(group, tensor):
-            return ours.run("scatter", scatter_list or [], [tensor], async_op, root=communicators.rank_in(group, src))
-        return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
-
-    # ---- point to point ------------------------------------------------------------------------------------------
-    def send(self, tensor, dst, group=None, tag=0):
-        return dist.send(tensor, dst, group=group, tag=tag)
-
-    def recv(self, tensor, src=None, group=None, tag=0):
-        return dist.recv(tensor, src, group=group, tag=tag)
-
-    def isend(self, tensor, dst, group=None, tag=0):
-        return dist.isend(tensor, dst, group=group, tag=tag)
-
-    def irecv(self, tensor, src=None, group=None, tag=0):
-        return dist.irecv(tensor, src, group=group, tag=tag)
-
-    def batch_isend_irecv(self, ops):
-        if all(one.tensor.device.type == "cpu" for one in ops):
-            start = {True: self.isend, False: self.irecv}
-            return [start[one.sends](one.tensor, one.peer, one.group, one.tag) for one in ops]
-        start = {True: dist.isend, False: dist.irecv}
-        made = [dist.P2POp(start[one.sends], one.tensor, one.peer, one.group, one.tag) for one in ops]
-        return dist.batch_isend_irecv(made)
-
-    # ---- meeting points and groups -------------------------------------------------------------------------------
-    def barrier(self, group=None, async_op=False, device_ids=None):
-        if ours := communicators.of(group, None):
-            return ours.run("barrier", [], [], async_op)
-        return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
-
-    def monitored_barrier(self, group=None, timeout=None, wait_all_ranks=False):
-        return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
-
+    # ---- groups --------------------------------------------------------------------------------------------------
     def get_rank(self, group=None):
         return dist.get_rank(group)
 
@@ -239,3 +126,8 @@ class TorchBackend(Backend):
                 f"symmetric memory needs torch 2.5 or later with CUDA, this is {torch.__version__}."
             ) from None
         symmetric.enable_symm_mem_for_group(group_name)
+
+
+for _name, _function in VERBS.items():
+    if not hasattr(TorchBackend, _name):
+        setattr(TorchBackend, _name, staticmethod(_function))

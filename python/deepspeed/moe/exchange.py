@@ -1,12 +1,12 @@
 """Exchanges of rows between the ranks that share a layer's experts."""
 
 import contextlib
-import time
 
 import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
+from deepspeed.comm.group_communicators import native_of
 from deepspeed.moe.rows import reorder_rows
 from deepspeed.ops.token_rows import positions_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
@@ -29,67 +29,21 @@ class _AllToAll(torch.autograd.Function):
         ctx.group = group
         if group is None or dist.get_world_size(group) == 1:
             return input.view_as(input)
-        input = input.contiguous()
-        output = torch.empty_like(input)
-        dist.all_to_all_single(output, input, group=group)
-        return output
+        ranks = native_of(group, input)
+        each = [input.shape[0] // ranks.size] * ranks.size
+        return _native._C.exchange_rows(ranks, input, each, each)
 
     @staticmethod
     def backward(ctx, *grad_output):
         return None, _AllToAll.apply(ctx.group, *grad_output)
 
 
-class _RowExchange:
-    """One exchange: ``given[r]`` rows are sent to rank r, ``taken[r]`` rows are received from it. Start and wait are
-    separate calls. The backward exchanges the gradients in the other direction, in the same two calls."""
-
-    def __init__(self, dispatcher, given, taken):
-        self.dispatcher, self.given, self.taken = dispatcher, given, taken
-        self._work = self._held = None
-        self.arriving = None  # the gradients of the sent rows
-
-    def start(self, rows, given, taken):
-        dispatcher = self.dispatcher
-        rows = rows.contiguous()
-        out = rows.new_empty(sum(taken), *rows.shape[1:])
-        with named(dispatcher.where):
-            self._work = dist.all_to_all_single(out, rows, taken, given, group=dispatcher.group, async_op=True)
-        self._held = rows  # the tensor must live until it is sent
-        crossing = sum(given) - given[dispatcher.rank]
-        dispatcher.statistics.see_bytes(crossing * rows[:1].numel() * rows.element_size())
-        return out
-
-    def wait(self):
-        start = time.perf_counter()
-        with named(self.dispatcher.where):
-            self._work.wait()
-        self._work = self._held = None
-        self.dispatcher.statistics.see_seconds(time.perf_counter() - start)
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, exchange):
-        ctx.exchange = exchange
-        return exchange.start(rows, exchange.given, exchange.taken)
-
-    @staticmethod
-    def backward(ctx, grad):  # `grad` is a placeholder: the gradients arrive in `arriving`
-        ctx.exchange.wait()
-        return ctx.exchange.arriving, None
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, exchange):
-        ctx.exchange = exchange
-        exchange.wait()
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.exchange.arriving = ctx.exchange.start(grad, ctx.exchange.taken, ctx.exchange.given)
-        return grad, None
+def _row_exchange(dispatcher, rows, given, taken):
+    """An exchange like that of ``rows``: ``given[r]`` rows are sent to rank r, ``taken[r]`` rows are received from it,
+    between the calls of ``start`` and ``wait``. The backward exchanges the gradients in the same two calls."""
+    told = dispatcher.statistics
+    ranks, what = native_of(dispatcher.group, rows), f"MoE layer '{dispatcher.where}'"
+    return _native._C.RowExchange(ranks, given, taken, what, told.see_bytes, told.see_seconds)
 
 
 def _parts(local_experts, chunks):
@@ -115,17 +69,16 @@ class PaddedTokenDispatcher:
         away = []
         for (first, _), count, part in zip(self.parts, sizes, rows.split(sizes, dim=1), strict=True):
             each = [count * capacity] * ranks
-            exchange = _RowExchange(self, each, each)
-            away.append((_Start.apply(part.reshape(-1, width), exchange), exchange, first, count))
+            exchange = _row_exchange(self, part, each, each)
+            away.append((exchange.start(part.reshape(-1, width)), exchange, first, count))
         beside()
         home = []
         for arriving, exchange, first, count in away:
-            arrived = _Wait.apply(arriving, exchange).view(ranks, count, capacity, width)
-            back = _RowExchange(self, exchange.taken, exchange.given)
-            home.append((_Start.apply(experts(arrived, None, first, count).reshape(-1, width), back), back, count))
-        return torch.cat(
-            [_Wait.apply(made, back).view(ranks, count, capacity, width) for made, back, count in home], dim=1
-        )
+            arrived = exchange.wait(arriving).view(ranks, count, capacity, width)
+            made, each = experts(arrived, None, first, count).reshape(-1, width), [count * capacity] * ranks
+            back = _row_exchange(self, made, each, each)
+            home.append((back.start(made), back, count))
+        return torch.cat([back.wait(made).view(ranks, count, capacity, width) for made, back, count in home], dim=1)
 
 
 class TokenDispatcher:
@@ -168,16 +121,16 @@ class TokenDispatcher:
         away = []
         for (a, b), given, part in zip(self.parts, givens, rows.split([sum(given) for given in givens]), strict=True):
             taken, counts, order = _native._C.plan_arrivals(self.theirs[:, a:b].reshape(-1).tolist(), ranks, b - a)
-            exchange = _RowExchange(self, given, taken)
-            away.append((_Start.apply(part, exchange), exchange, counts, order.to(rows.device), a))
+            exchange = _row_exchange(self, part, given, taken)
+            away.append((exchange.start(part), exchange, counts, order.to(rows.device), a, (taken, given)))
         beside()
         home = []
-        for arriving, exchange, counts, order, first in away:
-            ordered, inverse = reorder_rows(_Wait.apply(arriving, exchange), order)
+        for arriving, exchange, counts, order, first, home_again in away:
+            ordered, inverse = reorder_rows(exchange.wait(arriving), order)
             made, _ = reorder_rows(experts(ordered, counts, first), inverse)
-            back = _RowExchange(self, exchange.taken, exchange.given)
-            home.append((_Start.apply(made, back), back))
-        return torch.cat([_Wait.apply(arriving, back) for arriving, back in home])
+            back = _row_exchange(self, made, *home_again)
+            home.append((back.start(made), back))
+        return torch.cat([back.wait(arriving) for arriving, back in home])
 
 
 def exchange_of(layer, plan):

@@ -5,12 +5,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.sequence import exchange
-from deepspeed.sequence.gradients import Gathered
-
-
-def gathered(tensor, group, dim):
-    """The ranks' parts of ``tensor`` along ``dim``, one after the other; gradients are added up over the ranks."""
-    return torch.cat(Gathered.apply(tensor, group).unbind(), dim=dim)
+from deepspeed.sequence.gradients import gathered
 
 
 class UlyssesSPViTAttention(nn.Module):

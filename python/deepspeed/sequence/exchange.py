@@ -10,7 +10,8 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._native import _C
-from deepspeed.comm import group_communicators, held
+from deepspeed.comm import held
+from deepspeed.comm.group_communicators import native_of
 from deepspeed.comm.mesh import made_here
 from deepspeed.sequence.heads import HeadPlan
 
@@ -24,14 +25,11 @@ def sequence_dim(batch_dim):
 
 def _native(group, tensor):
     """The core's exchange among the ranks of ``group`` on the device of ``tensor``."""
-    group = dist.get_world_group() if group is None else group
-    communicator, known = group_communicators.of(group, tensor), made_here().exchanges
-    key = group if communicator is None else communicator
-    if key not in known:
-        native = _C.Communicator(group) if communicator is None else communicator.native
-        known[key] = _C.SequenceExchange(native)
-        held.hold(known[key], [native])
-    return known[key]
+    ranks, known = native_of(group, tensor), made_here().exchanges
+    if ranks not in known:
+        known[ranks] = _C.SequenceExchange(ranks)
+        held.hold(known[ranks], [ranks])
+    return known[ranks]
 
 
 def exchanged(tensors, ranges, group, batch_dim, to_heads, heads_first=False):

@@ -9,9 +9,9 @@ group. The ZeRO stage does not matter.
 
 import weakref
 
-import torch
-
 from deepspeed import comm as dist
+from deepspeed._native import _C
+from deepspeed.comm.group_communicators import native_of
 from deepspeed.comm.mesh import made_here
 
 
@@ -33,35 +33,24 @@ def summed_in(group):
 def own_part(grad, group):
     """This rank's part of the gradient of a tensor that was gathered from the ranks of ``group``: a part
     of the sum over ranks if an engine trains on them, else of this rank's own gradient."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if world > 1 and summed_in(group):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=group)
-    return grad.narrow(0, rank * (grad.shape[0] // world), grad.shape[0] // world)
+    ranks = native_of(group, grad)
+    return _C.scatter_over_ranks(ranks, _C.reduce_over_ranks(ranks, grad) if summed_in(group) else grad, 0)
 
 
 def parts_of_all(own, group):
-    """The ranks' tensors ``own``, joined along the first dimension, without a gradient: see ``own_part``."""
-    world = dist.get_world_size(group)
-    if world == 1:
-        return own
-    every = own.new_empty((world * own.shape[0], *own.shape[1:]))
-    dist.all_gather_into_tensor(every, own.contiguous(), group=group)
-    return every
+    """The ranks' tensors ``own``, joined along the first dimension. The gradient is ``own_part``."""
+    ranks = native_of(group, own)
+    every = _C.gather_over_ranks(ranks, own, 0)
+    return _C.share_over_ranks(ranks, every) if summed_in(group) else every
 
 
-class Gathered(torch.autograd.Function):
-    """``apply(tensor, group)``: the ranks' tensors, stacked. The gradient is the sum over the ranks."""
+def gathered(tensor, group, dim):
+    """The ranks' parts of ``tensor`` along ``dim``, one after the other; gradients are added up over the ranks."""
+    ranks = native_of(group, tensor)
+    return _C.share_over_ranks(ranks, _C.gather_over_ranks(ranks, tensor, dim))
 
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, tensor.contiguous(), group=group)
-        return torch.stack(every)
 
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad[dist.get_rank(ctx.group)], None
+def summed(tensor, group):
+    """The sum of the ranks' tensors; gradients are added up over the ranks, too."""
+    ranks = native_of(group, tensor)
+    return _C.share_over_ranks(ranks, _C.reduce_over_ranks(ranks, tensor))

@@ -3,7 +3,7 @@
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.sequence.gradients import Gathered
+from deepspeed.sequence.gradients import summed
 from deepspeed.utils import groups
 
 IGNORED = -100
@@ -23,4 +23,4 @@ def weighted_loss(loss, shift_labels, group=None):
     own = torch.where(labels > 0, loss * labels, torch.zeros_like(loss))
     counts = labels.clone()
     dist.all_reduce(counts, group=group)
-    return Gathered.apply(own, group).sum() / counts.clamp(min=1)
+    return summed(own, group) / counts.clamp(min=1)
