@@ -202,7 +202,11 @@ OLD_WORDS = (
         "TorchSaveFile of checkpoint/write/file_writer.py",
     ),  # fmt: skip
     (r"\bstorage\.write\(", ("python/",), "replace_file of checkpoint/write/file_writer.py"),
-    (r"c10d::ProcessGroup", ("csrc/bindings/engine.", "csrc/bindings/process_mesh."), "a communicator of the mesh"),
+    (
+        r"c10d::ProcessGroup",
+        ("csrc/bindings/engine/engine.", "csrc/bindings/comm/process_mesh."),
+        "a communicator of the mesh",
+    ),
 )
 
 # Transports whose ranks cannot be threads: (the test that runs every verb, why).
@@ -225,8 +229,8 @@ formats/standalone_reader.py pickle._Unpickler | the reader that knows a table o
 
 # file of csrc, beginning of the line: products of sizes of tensors that exist, whose bytes torch has counted.
 SIZES_OF_TENSORS = {
-    ("bindings/routes.cpp", "const int64_t in = from.size(1)"),
-    ("bindings/routes.cpp", "return static_cast<char*>(t.data_ptr())"),
+    ("bindings/ops/routes.cpp", "const int64_t in = from.size(1)"),
+    ("bindings/ops/routes.cpp", "return static_cast<char*>(t.data_ptr())"),
     ("storage/flat_view.h", "return memory.numel()"),
     ("storage/tensor_io.cpp", "return flat_view(tensor, tensor.storage_offset()"),
 }

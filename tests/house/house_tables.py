@@ -113,8 +113,8 @@ MUTABLE_GLOBALS = {
     ("bindings/module.cpp", "all"): "bindings register before main and are read once, when the module is imported",
     ("bindings/module.cpp", "config_error_type"): "an exception type of the module, which Python never unloads",
     ("base/blocking_region.cpp", "blocking_region"): "set when bindings are imported; a process has one interpreter",
-    ("bindings/config.cpp", "assertion_type"): "as above: Python types, set once when the module is imported",
-    ("bindings/config.cpp", "config_type"): "as above",
+    ("bindings/config/config.cpp", "assertion_type"): "as above: Python types, set once when the module is imported",
+    ("bindings/config/config.cpp", "config_type"): "as above",
     ("comm/decorators/torch_calls.cpp", "only"): "torch's observers are plain functions, which get no owner",
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
@@ -142,5 +142,8 @@ STAGE_NUMBERS_PYTHON = {
 # (file, name) of bindings with more arguments: why.
 MAX_BINDING_ARGUMENTS = 8
 WIDE_BINDINGS = {
-    ("bindings/ops_update.cpp", "step"): "an optimizer's own call, without an engine: a list of each kind of tensor",
+    (
+        "bindings/ops/ops_update.cpp",
+        "step",
+    ): "an optimizer's own call, without an engine: a list of each kind of tensor",
 }

@@ -20,7 +20,7 @@
 #include "base/error.h"
 #include "base/ranges.h"
 #include "base/thread_pool.h"
-#include "bindings/kernel_call.h"
+#include "bindings/ops/kernel_call.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
 #include "parallel/result_memory.h"

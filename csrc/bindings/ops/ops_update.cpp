@@ -15,7 +15,7 @@
 
 #include "base/error.h"
 #include "base/thread_pool.h"
-#include "bindings/optimizer_rules.h"
+#include "bindings/ops/optimizer_rules.h"
 #include "bindings/registry.h"
 #include "comm/nccl/native_stream.h"
 #include "kernels/code_book.h"

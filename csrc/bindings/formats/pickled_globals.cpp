@@ -1,4 +1,4 @@
-#include "bindings/pickled_globals.h"
+#include "bindings/formats/pickled_globals.h"
 
 namespace py = pybind11;
 

@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "bindings/registry.h"
-#include "bindings/sharded_params.h"
+#include "bindings/engine/sharded_params.h"
 #include "zero/engine.h"
 
 namespace py = pybind11;

@@ -1,5 +1,5 @@
 // The native optimizers as Python sees them: names, slots, hyperparameters.
-#include "bindings/optimizer_rules.h"
+#include "bindings/ops/optimizer_rules.h"
 
 #include <pybind11/stl.h>
 

@@ -7,13 +7,13 @@
 #include <pybind11/stl.h>
 
 #include "base/error.h"
-#include "bindings/made_step.h"
-#include "bindings/optimizer_rules.h"
-#include "bindings/py_config.h"
+#include "bindings/engine/made_step.h"
+#include "bindings/ops/optimizer_rules.h"
+#include "bindings/config/py_config.h"
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
-#include "bindings/state_kind.h"
-#include "bindings/sharded_params.h"
+#include "bindings/engine/state_kind.h"
+#include "bindings/engine/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "comm/communicator.h"
 #include "comm/transports/local_communicator.h"

@@ -5,7 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
-#include "bindings/state_kind.h"
+#include "bindings/engine/state_kind.h"
 #include "bindings/torch_types.h"
 #include "zero/engine.h"
 #include "zero/spaces/group_cut.h"

@@ -1,4 +1,4 @@
-#include "bindings/object_pickler.h"
+#include "bindings/formats/object_pickler.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -6,8 +6,8 @@
 #include <unordered_map>
 
 #include "base/error.h"
-#include "bindings/pickled_globals.h"
-#include "bindings/tensor_names.h"
+#include "bindings/formats/pickled_globals.h"
+#include "bindings/formats/tensor_names.h"
 #include "formats/pickle_writer.h"
 
 namespace py = pybind11;

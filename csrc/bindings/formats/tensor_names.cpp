@@ -1,4 +1,4 @@
-#include "bindings/tensor_names.h"
+#include "bindings/formats/tensor_names.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/tensor_source.h"
+#include "bindings/formats/tensor_source.h"
 #include "formats/prepared_file.h"
 
 namespace ds::bindings {

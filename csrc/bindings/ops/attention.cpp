@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "base/thread_pool.h"
-#include "bindings/kernel_call.h"
+#include "bindings/ops/kernel_call.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
 #include "zero/device_context.h"

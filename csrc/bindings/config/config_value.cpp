@@ -1,4 +1,4 @@
-#include "bindings/config_value.h"
+#include "bindings/config/config_value.h"
 
 #include "base/error.h"
 #include "config/document.h"

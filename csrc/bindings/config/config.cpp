@@ -1,7 +1,7 @@
 // deepspeed._C.config: the configuration of csrc/config and the batch rules of csrc/plan.
 #include "base/error.h"
-#include "bindings/config_value.h"
-#include "bindings/py_config.h"
+#include "bindings/config/config_value.h"
+#include "bindings/config/py_config.h"
 #include "bindings/registry.h"
 #include "config/render.h"
 #include "config/resolver.h"

@@ -1,4 +1,4 @@
-#include "bindings/tensor_source.h"
+#include "bindings/formats/tensor_source.h"
 
 #include <ATen/Functions.h>
 

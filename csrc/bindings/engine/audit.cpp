@@ -6,7 +6,7 @@
 
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
-#include "bindings/sharded_params.h"
+#include "bindings/engine/sharded_params.h"
 #include "zero/gradients/audit.h"
 
 namespace py = pybind11;

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "base/ranges.h"
-#include "bindings/pickle_objects.h"
+#include "bindings/formats/pickle_objects.h"
 #include "bindings/fs_path.h"
 #include "bindings/registry.h"
 #include "formats/format_error.h"

@@ -8,10 +8,10 @@
 #include <c10/core/GradMode.h>
 #include <pybind11/stl.h>
 
-#include "bindings/nested_tensors.h"
-#include "bindings/py_config.h"
+#include "bindings/engine/nested_tensors.h"
+#include "bindings/config/py_config.h"
 #include "bindings/registry.h"
-#include "bindings/sharded_params.h"
+#include "bindings/engine/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "zero/offload/remote_slices.h"
 

@@ -13,7 +13,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "bindings/registry.h"
-#include "bindings/sharded_params.h"
+#include "bindings/engine/sharded_params.h"
 #include "comm/decorators/logged.h"
 #include "comm/decorators/watched.h"
 #include "comm/nccl/nccl_tensors.h"

@@ -1,4 +1,4 @@
-#include "bindings/pickle_objects.h"
+#include "bindings/formats/pickle_objects.h"
 
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-#include "bindings/nested_tensors.h"
+#include "bindings/engine/nested_tensors.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
