@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "formats/prepared_file.h"
-#include "io/zip_layout.h"
+#include "io/zip/zip_layout.h"
 
 namespace ds::formats {
 

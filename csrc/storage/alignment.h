@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 
 namespace ds::storage {
 

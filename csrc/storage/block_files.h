@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "base/process.h"
-#include "io/transfer_queue.h"
+#include "io/async/transfer_queue.h"
 #include "storage/tier.h"
 
 namespace ds::storage {

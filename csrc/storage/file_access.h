@@ -3,9 +3,9 @@
 #include <memory>
 #include <utility>
 
-#include "io/cufile.h"
+#include "io/async/cufile.h"
 #include "io/files.h"
-#include "io/transfer.h"
+#include "io/async/transfer.h"
 
 namespace ds::storage {
 

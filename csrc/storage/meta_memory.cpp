@@ -10,7 +10,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 
 namespace ds::storage {
 namespace {

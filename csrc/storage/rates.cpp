@@ -21,7 +21,7 @@
 #include "base/error.h"
 #include "base/ranges.h"
 #include "io/descriptor.h"
-#include "io/own_folder.h"
+#include "io/folders/own_folder.h"
 #include "storage/shard_storage.h"
 #include "storage/tier.h"
 #include "storage/waited.h"

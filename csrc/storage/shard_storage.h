@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "base/step_clock.h"
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 #include "plan/range.h"
 #include "storage/file_access.h"
 #include "storage/placement.h"

@@ -8,8 +8,8 @@
 
 #include "base/error.h"
 #include "base/sizes.h"
-#include "io/aligned_pool.h"
-#include "io/host_memory.h"
+#include "io/memory/aligned_pool.h"
+#include "io/memory/host_memory.h"
 #include "storage/fence.h"
 #include "storage/flat_view.h"
 

@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
-#include "io/cufile.h"
+#include "io/async/cufile.h"
 #include "io/files.h"
-#include "io/locked_pool.h"
-#include "io/transfer_queue.h"
+#include "io/memory/locked_pool.h"
+#include "io/async/transfer_queue.h"
 
 namespace ds::storage {
 

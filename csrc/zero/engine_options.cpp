@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "base/ranges.h"
 #include "config/resolver.h"
-#include "io/swap_files.h"
+#include "io/folders/swap_files.h"
 #include "storage/rates.h"
 
 namespace ds::zero {

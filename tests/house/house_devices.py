@@ -13,7 +13,7 @@ CUDA_FILES = {
     "comm/nccl/": "NCCL moves memory of CUDA devices alone; native_stream.cpp finds their streams in torch",
     "comm/transports/nccl_communicator.cpp": "as above",
     "bindings/comm/nccl.cpp": "as above",
-    "io/cufile.cpp": "cuFile reads into memory of CUDA devices alone",
+    "io/async/cufile.cpp": "cuFile reads into memory of CUDA devices alone",
 }
 # The same in the Python package.
 CUDA_MODULES = {

@@ -6,8 +6,8 @@
 #include "bindings/registry.h"
 #include "io/file_error.h"
 #include "io/files.h"
-#include "io/host_memory.h"
-#include "io/paths.h"
+#include "io/memory/host_memory.h"
+#include "io/folders/paths.h"
 #include "io/range_reader.h"
 
 namespace py = pybind11;

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 #include "zero/offload/placements.h"
 #include "zero/spaces/sharded_param.h"
 

@@ -1,4 +1,4 @@
-"""A recorded name becomes a path: the function of ``csrc/io/paths.h`` for programs that run without torch.
+"""A recorded name becomes a path: the function of ``csrc/io/folders/paths.h`` for programs that run without torch.
 
 Those are ``ds_ckpt``, the launcher, and the script ``zero_to_fp32.py`` beside a checkpoint. All other code calls
 ``path_below`` of ``deepspeed.formats.recorded_paths``, which is the C++ function. Tests compare the two.

@@ -1,4 +1,4 @@
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -8,7 +8,7 @@
 #include "../error_of.h"
 #include "base/error.h"
 #include "folder.h"
-#include "io/swap_files.h"
+#include "io/folders/swap_files.h"
 
 namespace ds::io {
 namespace {

@@ -1,13 +1,13 @@
-#include "io/zip_part.h"
+#include "io/zip/zip_part.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include "base/error.h"
 #include "folder.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 #include "io/crc32.h"
-#include "io/zip_writer.h"
+#include "io/zip/zip_writer.h"
 
 namespace ds::io {
 namespace {

@@ -1,4 +1,4 @@
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 
 #include <sys/mman.h>
 

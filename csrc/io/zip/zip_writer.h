@@ -1,7 +1,7 @@
 // A store-only zip file, written entry by entry in the order of its layout.
 #pragma once
 #include "io/file_stream.h"
-#include "io/zip_layout.h"
+#include "io/zip/zip_layout.h"
 
 namespace ds::io {
 

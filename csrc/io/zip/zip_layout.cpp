@@ -1,4 +1,4 @@
-#include "io/zip_layout.h"
+#include "io/zip/zip_layout.h"
 
 #include <algorithm>
 #include <unordered_set>

@@ -1,4 +1,4 @@
-#include "io/own_folder.h"
+#include "io/folders/own_folder.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -11,7 +11,7 @@
 #include <memory>
 
 #include "io/file_error.h"
-#include "io/paths.h"
+#include "io/folders/paths.h"
 
 namespace ds::io {
 namespace {

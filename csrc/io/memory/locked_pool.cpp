@@ -1,4 +1,4 @@
-#include "io/locked_pool.h"
+#include "io/memory/locked_pool.h"
 
 #include <errno.h>
 #include <string.h>
@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 #include "base/sizes.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 
 namespace ds::io {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "base/condition_variable.h"
 #include "base/process.h"
-#include "io/transfer.h"
+#include "io/async/transfer.h"
 
 namespace ds::io {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/condition_variable.h"
-#include "io/async_file.h"
+#include "io/async/async_file.h"
 
 namespace ds::io {
 namespace {

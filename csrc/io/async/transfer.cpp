@@ -1,4 +1,4 @@
-#include "io/transfer.h"
+#include "io/async/transfer.h"
 
 #include <string.h>
 
@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 #include "io/file_error.h"
 
 namespace ds::io {

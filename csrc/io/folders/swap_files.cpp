@@ -1,4 +1,4 @@
-#include "io/swap_files.h"
+#include "io/folders/swap_files.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "io/file_error.h"
-#include "io/own_folder.h"
+#include "io/folders/own_folder.h"
 
 namespace ds::io {
 namespace {

@@ -1,4 +1,4 @@
-#include "io/host_memory.h"
+#include "io/memory/host_memory.h"
 
 #include <string.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-#include "io/aio_contexts.h"
+#include "io/async/aio_contexts.h"
 
 #include <libaio.h>
 #include <unistd.h>

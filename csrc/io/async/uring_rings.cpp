@@ -1,9 +1,9 @@
-#include "io/uring_rings.h"
+#include "io/async/uring_rings.h"
 
 #include <string.h>
 #include <unistd.h>
 
-#include "io/uring_type.h"
+#include "io/async/uring_type.h"
 
 namespace ds::io {
 namespace {

@@ -3,9 +3,9 @@
 
 #include <vector>
 
-#include "io/aio_contexts.h"
+#include "io/async/aio_contexts.h"
 #include "io/file_error.h"
-#include "io/queued_file.h"
+#include "io/async/queued_file.h"
 
 namespace ds::io {
 namespace {

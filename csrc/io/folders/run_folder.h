@@ -19,9 +19,9 @@ namespace ds::io {
 class RunFolder {
  public:
   // `folder` is made where only its last part is missing. `name`: of this user, one of several that share the folder (a
-  // rank). `owned`: folders below `folder` whose files are the user's; none: those of swap files (io/swap_files.h),
-  // which look after themselves; `folder` stays. Throws FileError, and ErrorKind::kRuntime where another process that
-  // lives uses them.
+  // rank). `owned`: folders below `folder` whose files are the user's; none: those of swap files
+  // (io/folders/swap_files.h), which look after themselves; `folder` stays. Throws FileError, and ErrorKind::kRuntime
+  // where another process that lives uses them.
   RunFolder(const std::string& folder, const std::string& name, std::vector<std::string> owned);
   ~RunFolder() { close(); }
   RunFolder(const RunFolder&) = delete;

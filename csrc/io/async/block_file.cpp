@@ -1,4 +1,4 @@
-#include "io/block_file.h"
+#include "io/async/block_file.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "base/error.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 #include "io/file_error.h"
 
 namespace ds::io {

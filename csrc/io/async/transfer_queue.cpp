@@ -1,4 +1,4 @@
-#include "io/transfer_queue.h"
+#include "io/async/transfer_queue.h"
 
 #include <utility>
 

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "io/async_file.h"
-#include "io/block_file.h"
+#include "io/async/async_file.h"
+#include "io/async/block_file.h"
 
 namespace ds::io {
 

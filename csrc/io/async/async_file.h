@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include "io/backend.h"
+#include "io/async/backend.h"
 #include "io/files.h"
 
 namespace ds::io {

@@ -1,7 +1,7 @@
-#include "io/async_file.h"
+#include "io/async/async_file.h"
 
 #include "base/error.h"
-#include "io/uring_rings.h"
+#include "io/async/uring_rings.h"
 
 namespace ds::io {
 

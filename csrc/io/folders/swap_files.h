@@ -4,7 +4,7 @@
 // A file is locked (flock) by its process for as long as that lives, whatever ends it. A process that makes one in a
 // folder also removes those of this user there that nobody has locked: they were left behind by a process that was
 // killed. A file system without locks keeps all of them. That nobody but its run uses a folder is for its user to say
-// (io/run_folder.h).
+// (io/folders/run_folder.h).
 #pragma once
 #include <string>
 
@@ -13,7 +13,8 @@
 
 namespace ds::io {
 
-// The folder `below` in `base`, made where it is missing, of this user alone (io/own_folder.h): its first part has
+// The folder `below` in `base`, made where it is missing, of this user alone (io/folders/own_folder.h): its first part
+// has
 // ".uid<number>" behind its name where another user has that. `base` is the user's, and is made with its parents where
 // it is missing. Throws FileError that names `key`, which said so, where it is no folder, not writable or cannot be
 // made.

@@ -1,4 +1,4 @@
-#include "io/zip_writer.h"
+#include "io/zip/zip_writer.h"
 
 #include "base/error.h"
 

@@ -1,7 +1,7 @@
 // One range of a store-only zip file, written by one of several processes that each write theirs.
 #pragma once
 #include "io/file_stream.h"
-#include "io/zip_layout.h"
+#include "io/zip/zip_layout.h"
 
 namespace ds::io {
 

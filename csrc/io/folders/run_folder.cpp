@@ -1,4 +1,4 @@
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -11,8 +11,8 @@
 
 #include "base/error.h"
 #include "io/file_error.h"
-#include "io/own_folder.h"
-#include "io/swap_files.h"
+#include "io/folders/own_folder.h"
+#include "io/folders/swap_files.h"
 
 namespace ds::io {
 namespace {

@@ -1,9 +1,9 @@
-#include "io/zip_part.h"
+#include "io/zip/zip_part.h"
 
 #include <algorithm>
 
 #include "base/error.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 #include "io/crc32.h"
 
 namespace ds::io {

@@ -1,11 +1,11 @@
-#include "io/queued_file.h"
+#include "io/async/queued_file.h"
 
 #include <errno.h>
 #include <unistd.h>
 
 #include "base/error.h"
 #include "base/ranges.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 #include "io/faults.h"
 #include "io/file_error.h"
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "io/async_file.h"
+#include "io/async/async_file.h"
 
 namespace ds::io {
 

@@ -1,4 +1,4 @@
-#include "io/paths.h"
+#include "io/folders/paths.h"
 
 #include <errno.h>
 #include <fcntl.h>

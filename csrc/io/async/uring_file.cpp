@@ -1,9 +1,9 @@
 #include <errno.h>
 
 #include "io/file_error.h"
-#include "io/queued_file.h"
-#include "io/uring_rings.h"
-#include "io/uring_type.h"
+#include "io/async/queued_file.h"
+#include "io/async/uring_rings.h"
+#include "io/async/uring_type.h"
 
 #ifdef DS_WITH_URING
 
