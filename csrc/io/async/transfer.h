@@ -8,13 +8,14 @@
 
 namespace ds::io {
 
+// The values are for users without a configuration; an engine and an aio_handle name theirs.
 struct TransferOptions {
   size_t block_bytes = 1 << 20;  // one request; rounded up to kBlockBytes where the file has O_DIRECT
-  int queue_depth = 128;         // requests at a time
+  int queue_depth = 8;           // requests at a time
   // False: the system is told of many requests in one call. True: of each by itself.
   bool single_submit = false;
   // False: requests that are complete are replaced when half of the queue is. True: each at once.
-  bool overlap_events = false;
+  bool overlap_events = true;
   Backend backend = Backend::kAuto;
 };
 

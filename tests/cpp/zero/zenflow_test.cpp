@@ -272,6 +272,7 @@ std::vector<Trained> train(const Case& c) {
 ZenFlowOptions flow(double ratio, int64_t update, int64_t select, bool overlap = false) {
   ZenFlowOptions made;
   made.topk_ratio = ratio;
+  made.auto_ratio = 0.99;
   made.update_interval = update;
   made.select = ZenFlowOptions::Select::kByStep;
   made.select_interval = select;
