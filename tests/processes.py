@@ -58,7 +58,7 @@ def pids():
 
 
 def wait_for(condition, seconds=10):
-    """Looks until ``condition()`` is true, for so many ``seconds``. A look that comes late counts as 0.1 s at most:
+    """Looks until ``condition()`` is true, for at most ``seconds``. A look that comes late counts as 0.1 s at most:
     while the machine stands still nobody else gets on either."""
     passed, last = 0.0, time.monotonic()
     while not condition() and passed < seconds:

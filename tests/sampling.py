@@ -2,7 +2,7 @@
 
     @pytest.mark.sample                    # each pair of values of two parameters appears in some case
     @pytest.mark.sample("values")          # each value of each parameter appears in some case
-    @pytest.mark.sample("values", 12)      # and at least so many cases
+    @pytest.mark.sample("values", 12)      # and at least 12 cases
     @pytest.mark.parametrize("world", [1, 2, 3])
     @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_training(stage, world): ...

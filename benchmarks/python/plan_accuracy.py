@@ -213,7 +213,7 @@ def compared(plan, ran):
 
 
 def machine_of(args, world):
-    """The file of the rates of this machine, whose links are those of so many ranks."""
+    """The file of the rates of this machine, with the links of this many ranks."""
     path = f"{args.file}.machine-{world}.json"
     with nobody_else(f"{args.file}.lock"):
         if os.path.exists(path):

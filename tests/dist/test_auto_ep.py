@@ -369,7 +369,7 @@ def test_what_cannot_be_replaced():
     [
         ({"load_balance_coeff": 0.1}, "load_balance_coeff: 0.1"),
         ({"validate_folding_routing": "x"}, "neither true nor false"),
-        ({"autoep_size": 0}, "autoep_size: 0 is no number of at least 1"),
+        ({"autoep_size": 0}, "autoep_size: 0 is not a number of at least 1"),
         ({"preset_model": "llama"}, "preset_model: 'llama' is none of None, mixtral"),
         ({"score_func": "tanh"}, "score_func: 'tanh'"),
     ],

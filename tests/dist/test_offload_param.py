@@ -322,7 +322,7 @@ def test_bad_input_is_named_with_what_would_work(rank, world, folder):
 
     pathlib.Path(f"{folder}/file").touch()
     said = error(OSError, nvme(f"{folder}/file"))
-    assert "zero_optimization.offload_param.nvme_path" in said and "is no folder" in said
+    assert "zero_optimization.offload_param.nvme_path" in said and "is not a folder" in said
     said = error(ValueError, nvme(folder, buffer_size=10))
     assert "buffer_size is 10 elements" in said and "set it to at least" in said
     size = int(said.split("set it to at least ")[1].split()[0])

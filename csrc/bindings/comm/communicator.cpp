@@ -66,7 +66,7 @@ c10::intrusive_ptr<c10d::Work> call_op(comm::ScriptCalls& self, const std::strin
                    reduction_named(op), peer, detached});
 }
 
-// How a caller uses a communicator over a group of torch.
+// The uses that a caller makes of a communicator over a group of torch.
 struct Use {
   bool shared = false;     // through the memory of one host where the ranks share it
   bool scripts = false;    // for ScriptCalls, whose handles may be asked and dropped

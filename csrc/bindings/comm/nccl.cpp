@@ -51,7 +51,7 @@ void let_go(Held& held) {
   in_blocking_region([&held] { held.reset(); });
 }
 
-at::Tensor bytes_of(std::shared_ptr<comm::NcclBuffer> buffer, const std::string& device) {
+at::Tensor bytes_of_buffer(std::shared_ptr<comm::NcclBuffer> buffer, const std::string& device) {
   void* data = buffer->data();
   const auto bytes = static_cast<int64_t>(buffer->bytes());
   const c10::Device target(device);
@@ -225,7 +225,7 @@ DS_BINDINGS(m) {
       .def(
           "allocate",
           [](NcclTensors& self, size_t bytes, const std::string& device) {
-            return bytes_of(std::make_shared<comm::NcclBuffer>(self.pointer(), bytes), device);
+            return bytes_of_buffer(std::make_shared<comm::NcclBuffer>(self.pointer(), bytes), device);
           },
           "bytes"_a, "device"_a, Unlocked())
       .def("register_memory", [](NcclTensors& self, Given tensor) {

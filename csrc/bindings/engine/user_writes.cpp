@@ -44,8 +44,8 @@ void adopt_writes(Engine& engine) {
   });
 }
 
-// Of rows (a module's dict of parameters, a name, the parameter that was there): the numbers of those where something
-// else is there now.
+// Returns the numbers of the rows whose place holds another object now. A row: a module's dict of parameters, a name,
+// the parameter that was there.
 std::vector<size_t> bring_home(Engine& engine, const py::list& rows) {
   std::vector<size_t> found;
   for (size_t number = 0; number < rows.size(); ++number) {
@@ -88,11 +88,12 @@ DS_BINDINGS(m) {
       [](Engine& engine, size_t param, const at::Tensor& value) { engine.writes().bring_home(param, value); },
       Unlocked(), "core"_a, "param"_a, "value"_a, "The parameter takes the values of a tensor like it.");
   m.def(
-      "follow_moves", [](Engine& engine) {
+      "follow_moves",
+      [](Engine& engine) {
         engine.params().follow_moves();
         engine.grads().follow_moves();
-      }, "core"_a,
-      "After planes of parameters have moved.");
+      },
+      "core"_a, "After planes of parameters have moved.");
   m.def(
       "flat_params", [](Engine& engine) { return engine.params().flat_params(); }, "core"_a,
       "The buffers in which whole parameters lie.");

@@ -8,7 +8,7 @@ namespace ds::bindings {
 
 struct GlobalName {
   std::string module, name;  // for Python 2, as the protocol asks
-  // Of what is defined in a class: `attribute` of `parent`, which is pickled in its turn. Else nothing.
+  // Set for an object that is defined in a class: it is `attribute` of `parent`, which is pickled in its turn.
   pybind11::object parent;
   std::string attribute;
 };

@@ -183,14 +183,14 @@ DS_BINDINGS(m) {
       .def("pieces", &pieces_of)
       .def("copy_to", &copy_to, "memory"_a)
       .def("crc32", &checksum_of, "digest"_a = py::none());
-  // Of a tensor: a torch.Tensor.
+  // The source of a torch.Tensor.
   prepared.def(
       "tensor_source",
       [](const py::object& tensor, bool row_major) -> SourcePtr {
         return std::make_shared<TensorSource>(tensor_of(tensor), row_major);
       },
       "tensor"_a, "row_major"_a = false);
-  // Of [(address, bytes)] in memory that `owner` keeps.
+  // The source of [(address, bytes)] in memory that `owner` keeps.
   prepared.def(
       "memory_source",
       [](const std::vector<std::pair<uintptr_t, uint64_t>>& pieces, const py::object& owner) -> SourcePtr {

@@ -10,10 +10,10 @@
 
 namespace ds::bindings {
 
-// How a tensor over the bytes must be strided. In memory order, a tensor without gaps keeps its memory as it is, with
-// its strides (transposed, expanded ...): what shares that memory shares the bytes, `key` being equal. A tensor with
-// gaps (a slice of columns), and every tensor in row-major order that is not so already, is put in order while it is
-// written, a piece at a time.
+// The bytes of a tensor, in memory order or in row-major order. In memory order, a tensor without gaps keeps its memory
+// as it is, with its strides (transposed, expanded ...): what shares that memory shares the bytes, `key` being equal. A
+// tensor with gaps (a slice of columns), and every tensor in row-major order that is not so already, is put in order
+// while it is written, a piece at a time.
 class TensorSource : public io::ByteSource {
  public:
   explicit TensorSource(const at::Tensor& tensor, bool row_major = false);

@@ -146,7 +146,7 @@ void add_methods(Class& handle) {
       .def("get_intra_op_parallelism", &TensorIo::threads)
       .def("get_alignment", [](const TensorIo&) { return TensorIo::alignment(); })
       .def("new_cpu_locked_tensor", &TensorIo::new_locked, "num_elem"_a, "example_tensor"_a, Unlocked(),
-           "A page-locked tensor of so many elements with the dtype of the example.")
+           "A page-locked tensor of num_elem elements with the dtype of the example.")
       .def("free_cpu_locked_tensor", &TensorIo::free_locked, "tensor"_a, Unlocked(),
            "Unlocks its memory, which stays valid as long as a tensor uses it; False where it is of no pool.")
       .def("is_pinned", &TensorIo::is_pinned, "tensor"_a, Unlocked(),

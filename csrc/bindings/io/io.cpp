@@ -24,7 +24,7 @@ char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }  /
 // A name as Python's os.fsencode makes bytes of it; what no file can be called is refused as any other bad name.
 std::string name_bytes(const py::object& name, const std::string& source) {
   PyObject* made = nullptr;
-  const char* why = "is no text";
+  const char* why = "is not text";
   if (PyUnicode_Check(name.ptr())) {
     made = PyUnicode_EncodeFSDefault(name.ptr());
     why = "cannot be the name of a file";
@@ -43,7 +43,7 @@ std::string printable(const py::object& object) {
   return py::str(object).attr("encode")("utf-8", "backslashreplace").cast<std::string>();
 }
 
-// Of a path-like object: text or os.PathLike.
+// Returns the bytes of a path-like object: text or os.PathLike.
 std::string folder_bytes(const py::object& folder) {
   return py::module_::import("os").attr("fsencode")(folder).cast<std::string>();
 }

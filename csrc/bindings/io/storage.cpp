@@ -34,7 +34,7 @@ py::dict usage_of(const ShardStorage& storage) {
   return media;
 }
 
-// Of each medium; "budget_waits" and the like of all.
+// Returns a dict for each medium, and "budget_waits" and other figures of the whole storage.
 py::dict report_of(const ShardStorage& storage) {
   const Usage usage = storage.usage();
   py::dict report, media;

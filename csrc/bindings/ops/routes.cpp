@@ -151,8 +151,8 @@ class RouteOps {
     return out;
   }
 
-  // Of grouped_linear, for the gradient of its result: of x where `wants_x` (else None), of weights[g], and of
-  // biases[g] where `biased`. `stacked`: one tensor for all weights.
+  // Returns the gradients of grouped_linear, given that of its result: of x where `wants_x` (else None), of weights[g],
+  // and of biases[g] where `biased`. `stacked`: one tensor for all weights.
   std::tuple<py::object, std::vector<at::Tensor>, std::vector<at::Tensor>> grouped_linear_grads(
       const at::Tensor& x, const at::Tensor& grad, const std::vector<int64_t>& rows, std::vector<at::Tensor> weights,
       bool wants_x, bool wants_weights, bool biased, bool stacked) {

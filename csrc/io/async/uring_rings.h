@@ -26,7 +26,7 @@ class UringRings {
   // Only with nothing on its way and nothing prepared; `depth` as it was taken for.
   void give_back(std::unique_ptr<io_uring> ring, int depth);
 
-  // Why take() gave null the last time.
+  // The reason why take() gave null the last time.
   std::string why_not() const;
 
  private:

@@ -62,7 +62,7 @@ Descriptor own_part(const Descriptor& parent, const std::string& name, const std
       fail_file(errno, "opening the folder", path);
     }
     if (S_ISLNK(named.st_mode)) refuse(ELOOP, path, "it is a symbolic link. Remove the link, or name another folder.");
-    if (!S_ISDIR(named.st_mode)) refuse(ENOTDIR, path, "it is no folder. Remove it, or name another folder.");
+    if (!S_ISDIR(named.st_mode)) refuse(ENOTDIR, path, "it is not a folder. Remove it, or name another folder.");
     Descriptor opened(open_at(parent, name, O_RDONLY | O_DIRECTORY));
     if (!opened.is_open()) {
       if (errno == ELOOP || errno == ENOTDIR) continue;

@@ -89,7 +89,7 @@ std::string swap_folder(const std::string& key, const std::string& base, const s
   make_with_parents(key, base);
   struct stat found;
   if (::stat(base.c_str(), &found) != 0 || !S_ISDIR(found.st_mode)) {
-    throw FileError(ENOTDIR, base, key + " = \"" + base + "\" is no folder. Name a folder on a local drive.");
+    throw FileError(ENOTDIR, base, key + " = \"" + base + "\" is not a folder. Name a folder on a local drive.");
   }
   if (::access(base.c_str(), W_OK | X_OK) != 0) {
     const int code = errno;

@@ -151,7 +151,7 @@ def _convert(conversion, target, args):
 
 
 def _record_of(folder, name):
-    """Of a file that was copied or written in one piece; it is on the disk afterwards."""
+    """Returns the record of a file that was copied or written in one piece, once it is on the disk."""
     path = os.path.join(folder, name)
     with open(path, "rb") as file:
         os.fsync(file.fileno())

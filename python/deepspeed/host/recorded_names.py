@@ -30,7 +30,7 @@ def path_below(folder, name, source, kind="path"):
     if kind not in KINDS:
         raise ValueError(f"the kind of a recorded name is path, entry or tag, not '{kind}'")
     if not isinstance(name, str):
-        refuse("is no text")
+        refuse("is not text")
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -65,7 +65,7 @@ def open_regular(path):
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "this is no regular file", str(path))
+        raise OSError(errno.EINVAL, "this is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

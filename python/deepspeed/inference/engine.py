@@ -29,7 +29,7 @@ from deepspeed.moe.serving import serve_alike, share_experts, slice_experts
 from deepspeed.utils.module_attributes import attribute_or_that_of_module
 from deepspeed.zero.parameters.param_ranks import ModuleTensors
 
-# What is still to be built: key -> the values that need nothing.
+# Keys whose features are not built yet -> the values that need no such feature.
 _NOT_BUILT = {
     "use_triton": (False,),
     "triton_autotune": (False,),

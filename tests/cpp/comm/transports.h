@@ -143,7 +143,7 @@ inline std::vector<std::string> transport_names() {
           "nccl_on_device"};
 }
 
-// Whether there is that transport for so many ranks.
+// Whether there is that transport for `size` ranks.
 inline bool exists(const std::string& transport, int size) {
   if (transport == "nccl_on_device") return on_standin() && size <= 2;
   return transport == "local" ? size == 1 : begins_with(transport, "hierarchical") ? size > 2 : true;

@@ -85,8 +85,8 @@ TEST(RunFolder, FoldersThatCannotBeUsedAreNamed) {
                    disk / "missing"));
 }
 
-// A lock that cannot be opened may be held: nothing is removed. Here it is no file; a user who is not root meets it as
-// another user's lock, and everybody meets it without a free descriptor.
+// A lock that cannot be opened may be held: nothing is removed. Here it is not a file; a user who is not root meets it
+// as another user's lock, and everybody meets it without a free descriptor.
 TEST(RunFolder, ALockThatCannotBeOpenedIsHeld) {
   const Folder disk;
   const std::string root = disk / "zero_stage_3";

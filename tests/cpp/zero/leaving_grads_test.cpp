@@ -1,4 +1,4 @@
-// Reduced gradients that leave the device for something slow: so many rows of them are on their way as the
+// Reduced gradients that leave the device for something slow: as many rows of them are on their way as the
 // configuration has named buffers, and backward waits for one to be there before the next one leaves.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

@@ -32,7 +32,7 @@ class CheckpointEngine(abc.ABC):
     are the files safe on disk; an engine that works in the background says so with ``is_decoupled``.
     """
 
-    # What writes in the background (``write.background.Background``), or None: engine.step() looks at it.
+    # The object that writes in the background (``write.background.Background``), or None: engine.step() looks at it.
     behind = None
 
     def __init__(self, config_params=None):

@@ -29,7 +29,7 @@ def _shards(folder, mp_rank, dp_rank):
 def _shard(path):
     whole = storage.read(path, lazy=True)
     if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
-        raise ValueError(f"{path} is no file of optimizer states: it has no 'optimizer_state_dict'")
+        raise ValueError(f"{path} is not a file of optimizer states: it has no 'optimizer_state_dict'")
     return with_swapped(path, whole, storage.read)
 
 

@@ -88,7 +88,7 @@ def weights_in(folder, name, what):
     path = path_below(folder, name, f"a model file in {folder}", "entry")
     state = storage.read(path, lazy=True)
     if not isinstance(state, dict):
-        raise ValueError(f"{path} is no file of {what}: it holds no weights by name")
+        raise ValueError(f"{path} is not a file of {what}: it holds no weights by name")
     return state
 
 

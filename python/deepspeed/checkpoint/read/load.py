@@ -85,7 +85,7 @@ def _open(run, folder, with_optimizer):
     """The checkpoint, as far as it is needed to load it into this run."""
     if run.config.load_universal_checkpoint and not names.is_universal(folder):
         raise ValueError(
-            f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
+            f"checkpoint.load_universal is true, and {folder} is not a universal checkpoint: it has no folder 'zero'. "
             "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
             "and number of ranks as they are"
         )
@@ -254,7 +254,7 @@ def restore_universal(run, target, folder, params=None, weights=True, states=Tru
     without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
     if not names.is_universal(folder):
         raise ValueError(
-            f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
+            f"{folder} is not a universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
         )
     if params is not None and {id(param) for param in params} != run.trained_ids():
         raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")

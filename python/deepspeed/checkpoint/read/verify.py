@@ -76,17 +76,17 @@ def _check(path, facts):
         if type(value) not in (int, float) or not 0 <= value <= most:
             refuse(f"its {key} is {value!r}, not a number from 0 to {most}")
     if not isinstance(facts["files"], dict):
-        refuse("its files are no table")
+        refuse("its files are not a table")
     for name, record in facts["files"].items():
         try:
             path_below(os.path.dirname(path), name, path, "tag")  # the text: links are looked at when the name is used
         except ValueError as error:
             raise DamagedManifest(str(error)) from error
         if not _has_numbers(record, "bytes", "crc32") or not isinstance(record.get("tensors", []), list):
-            refuse(f"what it says of the file {name!r} is no record")
+            refuse(f"what it says of the file {name!r} is not a record")
         for tensor in record.get("tensors", []):
             if not _has_numbers(tensor, "offset", "bytes", "crc32") or not isinstance(tensor.get("name"), str):
-                refuse(f"what it says of a tensor in the file {name!r} is no record")
+                refuse(f"what it says of a tensor in the file {name!r} is not a record")
 
 
 def _path(folder, name):
@@ -168,7 +168,7 @@ def _check_zip(folder, name):
                 except (zipfile.BadZipFile, OSError, RuntimeError, zlib.error) as error:
                     found.append(Problem(name, info.filename, str(error)))
     except (zipfile.BadZipFile, OSError) as error:
-        return [Problem(name, None, f"is no readable archive: {error}")]
+        return [Problem(name, None, f"is not a readable archive: {error}")]
     return found
 
 

@@ -46,8 +46,8 @@ def check_device(device, folder=""):
     return device
 
 
-# Of each kind the core's planes, whose tensors have the same memory. contiguous_grad_buffer has none: the buckets of a
-# reduction are taken when a backward starts and given back when it ends.
+# Planes of the core for each kind; their tensors have the same memory. contiguous_grad_buffer has none: the buckets of
+# a reduction are taken when a backward starts and given back when it ends.
 _PLANES = {
     OffloadStateTypeEnum.optim_states: "slots",
     OffloadStateTypeEnum.hp_params: "master",

@@ -12,7 +12,7 @@ def per_element(value):
     return hasattr(value, "shape") and len(value.shape) > 0
 
 
-# Of a saved group or sub-group: values of its parameters, in their order, where they have different ones.
+# Keys of a saved group or sub-group for values of its parameters, in their order, where these differ.
 PARAM_STEPS = "param_steps"
 PARAM_SCALARS = "param_scalars"
 

@@ -121,7 +121,7 @@ class StatesInFiles:
             self.rest(masters)
 
     def _parts(self, groups):
-        """Lists of masters with gradients, one for each group, of so many elements in all."""
+        """Lists of masters with gradients, one for each group, of at most this many elements in all."""
         stepped = [(number, m) for number, params in enumerate(groups) for m in params if m.grad is not None]
         runs = list(runs_of(stepped, self._most, lambda one: one[1].numel()))
         # At least one, since the groups may count steps without gradients.

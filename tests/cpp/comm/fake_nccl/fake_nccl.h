@@ -21,7 +21,7 @@ struct DeviceCalls {
   void (*queue)(void* stream, const Range* ranges, size_t count, void (*run)(void*), void* operation, int64_t number);
   void* (*reach)(void* memory);  // the address of memory of the device that its operations use
   void* (*stream)(void* given);  // the same for the same stream of the device, also where null names one
-  // The numbers of operations, at most so many, that have not ended and come before what is queued on the stream now,
+  // The numbers of operations, at most `most`, that have not ended and come before what is queued on the stream now,
   // also because it waits for other streams. Gives how many.
   size_t (*before)(void* stream, int64_t* numbers, size_t most);
 };
