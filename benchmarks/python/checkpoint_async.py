@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: written at once, and written in the background.
+"""The time for which training stands still for a checkpoint: written at once, and written in the background.
 
     python benchmarks/python/checkpoint_async.py [--gb 2] [--rounds 3] [--folder DIR] [--json FILE]
 

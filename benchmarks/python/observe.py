@@ -171,7 +171,7 @@ def time_of_a_phase():
 
 
 def time_of_a_row():
-    """Of a trace."""
+    """Times a row of a trace."""
     import torch
 
     from deepspeed.profiling.phases import Phases
