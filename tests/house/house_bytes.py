@@ -4,7 +4,7 @@ import re
 
 from sentences import listed
 
-SEE = 'See "a forecast of a step" in docs/architecture.md, and STATE_BYTES in tests/house/house_bytes.py.'
+SEE = 'See "a forecast of a step" in docs/core.md, and STATE_BYTES in tests/house/house_bytes.py.'
 
 # File, below python/deepspeed or csrc: why. Everything else asks the planner, which counts what the engine allocates.
 STATE_BYTES = {

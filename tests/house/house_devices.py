@@ -5,7 +5,7 @@ import re
 
 from sentences import listed
 
-SEE = 'See "Memory" in docs/architecture.md, and CUDA_FILES and CUDA_MODULES in tests/house/house_devices.py.'
+SEE = 'See "Memory" in docs/core.md, and CUDA_FILES and CUDA_MODULES in tests/house/house_devices.py.'
 
 # What may ask for CUDA in csrc, a folder or a file: why.
 CUDA_FILES = {

@@ -1,3 +1,4 @@
+// deepspeed._C.Audit: csrc/zero/gradients/audit.h.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>

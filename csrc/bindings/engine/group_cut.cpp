@@ -1,3 +1,4 @@
+// deepspeed._C.GroupCut: csrc/zero/spaces/group_cut.h.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>

@@ -1,3 +1,4 @@
+// deepspeed._C.newton_schulz: csrc/zero/step/newton_schulz.h.
 #include "zero/step/newton_schulz.h"
 
 #include <torch/csrc/utils/pybind.h>

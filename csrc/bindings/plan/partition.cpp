@@ -1,3 +1,4 @@
+// deepspeed._C.partition_uniform and partition_balanced: csrc/plan/partition.h.
 #include "plan/partition.h"
 
 #include <pybind11/stl.h>

@@ -1,3 +1,4 @@
+// Copies rows of strided views into shared memory and out of it (strided_parts.h).
 #include <ATen/Functions.h>
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The sections checkpoint, nebula and datastates_ckpt.
 #include "config/schema.h"
 
 namespace ds::config {

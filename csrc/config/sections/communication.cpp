@@ -1,3 +1,4 @@
+// Keys of communication: dtypes, divisions, sparse gradients, the comms logger.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// Keys of data: curricula, data efficiency, dropped layers.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// The sections elasticity and autotuning.
 #include "config/schema.h"
 
 namespace ds::config {

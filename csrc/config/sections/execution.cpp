@@ -1,3 +1,4 @@
+// The sections hybrid_engine and compile.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// Keys of tensor, expert and pipeline parallelism.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// The configuration of inference on ragged batches.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// Transfers by libaio.
 #include <errno.h>
 #include <libaio.h>
 

@@ -1,3 +1,4 @@
+// Transfers by pread and pwrite on threads.
 #include <deque>
 #include <exception>
 #include <mutex>

@@ -1,3 +1,4 @@
+// Transfers by io_uring.
 #include <errno.h>
 
 #include "io/file_error.h"
