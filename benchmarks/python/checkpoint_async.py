@@ -87,7 +87,7 @@ def step(engine, rows):
 
 def save(engine, writer, folder, rows):
     """(seconds until save_checkpoint returns, seconds until all is on the disk, bytes, ``step`` after it)."""
-    from deepspeed.checkpoint.read import verify
+    from deepspeed.checkpoint.write import verify
 
     engine.checkpoint_engine = writer
     start = time.perf_counter()

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.checkpoint.write import background, save
+from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.write import background
 from engine_models import config, loss_on, make_net
 from harness import on_ranks
 from runs import engine_of, raised, take_step, together

@@ -9,8 +9,7 @@ import torch
 import deepspeed
 import peer_model
 from deepspeed import comm as dist
-from deepspeed.checkpoint.layouts import saved_state
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import saved_state, storage
 from deepspeed.utils import safe_get_full_optimizer_state
 from harness import on_ranks, run_ranks
 from models import seeded

@@ -9,8 +9,8 @@ import torch
 
 import deepspeed
 from deepspeed.checkpoint.engines.built_in import AsyncCheckpointEngine
+from deepspeed.checkpoint.save.contents import HeldStates
 from deepspeed.checkpoint.write import snapshot as snapshots
-from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,

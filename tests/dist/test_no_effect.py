@@ -123,7 +123,7 @@ _SCANNED = {
     "tensorboard": {"monitor/monitor.py": "enabled", "monitor/tensorboard.py": "job_name output_path"},
     "trace": {"engine/parts/outputs.py": "path", "engine/parts/tracing.py": "steps"},
     "wandb": {"monitor/monitor.py": "enabled", "monitor/wandb.py": "group project team"},
-    "zero_optimization": {"zero/parameters/init_context.py": "override_module_apply"},
+    "zero_optimization": {"zero/init/init_context.py": "override_module_apply"},
 }
 ONLY_SCANNED = {
     f"{section}.{key}": (file, key.rpartition(".")[2])
@@ -138,7 +138,7 @@ ONLY_SCANNED["use_data_before_expert_parallelism"] = (
 )
 ONLY_SCANNED["fp16.auto_cast"] = ("engine/parts/backward.py", "fp16_auto_cast")
 ONLY_SCANNED["data_efficiency.data_sampling.enabled"] = ("engine/parts/dynamic_batching.py", "data_sampling_enabled")
-ONLY_SCANNED["checkpoint.tag_validation"] = ("checkpoint/write/save.py", "checkpoint_tag_validation_enabled")
+ONLY_SCANNED["checkpoint.tag_validation"] = ("checkpoint/save/save.py", "checkpoint_tag_validation_enabled")
 ONLY_SCANNED["monitors"] = ("monitor/monitor.py", "monitors")
 ONLY_SCANNED["data_parallel_size"] = ("config/config.py", "data_parallel_size")
 

@@ -10,7 +10,7 @@ import torch
 
 import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from deepspeed.zero.optimizers.states_in_files import StatesOfMaster, split_states
+from deepspeed.zero.states.states_in_files import StatesOfMaster, split_states
 from engine_models import after_steps, loss_on, make_net, train_engine
 from harness import on_ranks
 from runs import by_rank_0, last_of, load_into, take_step

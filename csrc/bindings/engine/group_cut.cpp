@@ -1,4 +1,4 @@
-// deepspeed._C.GroupCut: csrc/zero/spaces/group_cut.h.
+// deepspeed._C.GroupCut: csrc/zero/states/group_cut.h.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -9,7 +9,7 @@
 #include "bindings/engine/state_kind.h"
 #include "bindings/torch_types.h"
 #include "zero/engine.h"
-#include "zero/spaces/group_cut.h"
+#include "zero/states/group_cut.h"
 
 namespace py = pybind11;
 

@@ -13,7 +13,7 @@
 #include "bindings/registry.h"
 #include "bindings/engine/sharded_params.h"
 #include "bindings/torch_types.h"
-#include "zero/offload/remote_slices.h"
+#include "zero/spaces/remote_slices.h"
 
 namespace py = pybind11;
 

@@ -184,6 +184,7 @@ class AttentionOps {
 
 DS_BINDINGS(m) {
   using namespace ds::bindings;
+  namespace kernels = ds::kernels;
   py::class_<kernels::AttentionDropout>(m, "BlockDropout", "Which probabilities of a block are dropped.")
       .def(py::init(&block_dropout), "probability"_a, "seed"_a, "head"_a = 0, "query"_a = 0, "key"_a = 0);
   py::class_<BlockRules>(m, "BlockRules", "What queries may see of a block of keys, and what becomes of scores.")

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "zero/offload/offloaded_params.h"
+#include "zero/spaces/offloaded_params.h"
 #include "zero/spaces/param_space.h"
 #include "zero/spaces/param_spec.h"
 #include "zero/stage_policy.h"

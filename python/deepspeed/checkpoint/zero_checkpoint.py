@@ -13,7 +13,7 @@ from deepspeed.checkpoint.constants import (
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files, merge_state
 from deepspeed.utils.tensor_fragment import fragment_address

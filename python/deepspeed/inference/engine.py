@@ -10,9 +10,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.layouts.names import LATEST, latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
-from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_saved
 from deepspeed.checkpoint.run_state import LoadTarget, RunState
 from deepspeed.comm import mesh, mesh_views

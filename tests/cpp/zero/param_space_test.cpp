@@ -16,7 +16,7 @@
 #include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
-#include "zero/spaces/group_cut.h"
+#include "zero/states/group_cut.h"
 #include "zero/spaces/rules/space_rule.h"
 
 namespace ds::zero {

@@ -14,7 +14,7 @@
 #include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
-#include "zero/spaces/group_cut.h"
+#include "zero/states/group_cut.h"
 
 namespace ds::zero {
 namespace {

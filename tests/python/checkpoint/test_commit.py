@@ -6,8 +6,7 @@ import signal
 import pytest
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import commit, file_writer, owner
+from deepspeed.checkpoint.write import commit, file_writer, owner, verify
 from deepspeed.checkpoint.write.pointer import replace_text
 from processes import forked, forked_until_the_end
 from refusals import refused

@@ -15,8 +15,7 @@ import zlib
 import pytest
 import torch
 
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.write import file_writer, verify
 from deepspeed.checkpoint.write.file_writer import PreparedBytes, PreparedSafetensors, PreparedTorch, WriterOptions
 from places import ROOT
 from processes import run_after_torch, run_python

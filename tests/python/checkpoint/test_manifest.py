@@ -7,8 +7,9 @@ import zlib
 import pytest
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import cli, verify
+from deepspeed.checkpoint.read import cli
 from deepspeed.checkpoint.read.cli import main
+from deepspeed.checkpoint.write import verify
 from places import PEERS
 from refusals import refused
 

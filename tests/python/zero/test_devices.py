@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.zero import Init, core
-from deepspeed.zero.parameters import init_context
+from deepspeed.zero.init import init_context
 
 
 @pytest.mark.parametrize("local_rank", ["3", None])

@@ -8,7 +8,8 @@ import os
 import torch
 
 from deepspeed.checkpoint.engines import ENGINES
-from deepspeed.checkpoint.read import storage, verify
+from deepspeed.checkpoint.layouts import storage
+from deepspeed.checkpoint.write import verify
 from deepspeed.checkpoint.write.file_writer import file_record, prepare
 from deepspeed.log import logger
 

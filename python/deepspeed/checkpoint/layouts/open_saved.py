@@ -5,14 +5,13 @@ import itertools
 import os
 
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.saved_named import expert_weights, weights_in, with_named
 from deepspeed.checkpoint.layouts.saved_native import NativeState, read_json
 from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, Shards, SlicedState
 from deepspeed.checkpoint.layouts.saved_slices import SavedSlices
 from deepspeed.checkpoint.layouts.saved_state import Joined
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState
-from deepspeed.checkpoint.read import storage
 from deepspeed.formats.swapped_tensors import with_swapped
 
 

@@ -5,9 +5,8 @@ import functools
 
 import torch
 
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.saved_state import Joined, Range, SavedState, numel_of, with_names
-from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.zero.states.named_states import OWN_PARAMS
 

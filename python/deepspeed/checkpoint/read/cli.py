@@ -14,7 +14,7 @@ import sys
 import time
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import verify
 from deepspeed.host.command_line import program
 from deepspeed.host.texts import table
 from deepspeed.registry import load_target

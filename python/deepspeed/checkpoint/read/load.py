@@ -4,14 +4,14 @@ import errno
 import functools
 import os
 
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.open_saved import open_run
 from deepspeed.checkpoint.layouts.saved_slices import Cut
-from deepspeed.checkpoint.read import memory, storage, verify
+from deepspeed.checkpoint.read import memory
 from deepspeed.checkpoint.read.loading import checked
 from deepspeed.checkpoint.read.node_local import fetch_missing
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere
-from deepspeed.checkpoint.write import background, commit
+from deepspeed.checkpoint.write import background, commit, verify
 from deepspeed.checkpoint.write.ranks import Ranks, in_turn
 from deepspeed.comm.agreement import attempt
 from deepspeed.log import log_dist, logger

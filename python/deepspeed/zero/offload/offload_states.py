@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import log_dist
 from deepspeed.zero.offload.rates import folder_of
-from deepspeed.zero.optimizers.states_in_files import StatesOfMaster
+from deepspeed.zero.states.states_in_files import StatesOfMaster
 
 ALL = tuple(OffloadStateTypeEnum)
 

@@ -3,8 +3,8 @@
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.states.named_states import groups_of_params
+from deepspeed.zero.states.states_in_files import split_states
 
 
 def per_element(value):

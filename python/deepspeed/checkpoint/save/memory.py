@@ -20,12 +20,12 @@ import shutil
 import socket
 
 from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine
-from deepspeed.checkpoint.layouts.names import FileName
+from deepspeed.checkpoint.layouts.memory_names import SAID_BY, SNAPSHOT, parsed
+from deepspeed.checkpoint.save.contents import HeldStates
+from deepspeed.checkpoint.save.save import checked_client_state, expected_bytes, facts_of, files_of
 from deepspeed.checkpoint.write.background import Background, SnapshotSave, raise_failure
-from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
 from deepspeed.checkpoint.write.ranks import take_each
-from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
 from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache
 from deepspeed.comm.agreement import attempt
 from deepspeed.formats.weight_files import write_text, write_whole
@@ -33,25 +33,6 @@ from deepspeed.host.cpu import memory_bytes
 from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, hand_over, own_address
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import logger
-
-# ---- names ---------------------------------------------------------------------------------------------------------
-
-_SNAPSHOT = FileName("step{step}.{began}.{world}")
-# The file in which a rank says that all of its files are there: facts of the run, and the files' records.
-SAID_BY = FileName("rank_{rank:05d}.whole", r"rank_(?P<rank>\d{5,})\.whole")
-
-
-def parsed(name):
-    """``(step, began, world)`` of the folder of a snapshot, None for another one. ``began``: when its run was loaded or
-    saved last, a number of nanoseconds."""
-    found = _SNAPSHOT.find(name)
-    return found and tuple(found.values())
-
-
-def ranks_in(folder):
-    """The ranks whose files are all in the folder of a snapshot."""
-    return [found["rank"] for found in SAID_BY.found_in(folder).values()]
-
 
 # ---- memory --------------------------------------------------------------------------------------------------------
 
@@ -159,7 +140,7 @@ class Snapshots:
         """Behind a step. ``all_of``: see ``look``."""
         if self._coming is not None:
             self._settle(all_of)
-        name = _SNAPSHOT(step=run.counters.global_steps, began=self.began, world=run.ranks.world_size)
+        name = SNAPSHOT(step=run.counters.global_steps, began=self.began, world=run.ranks.world_size)
         reused = self._outdated(name)[-1:]
         self._clear(name, *reused)
         target = os.path.join(self.folder, name)

@@ -1,4 +1,4 @@
-#include "zero/spaces/group_cut.h"
+#include "zero/states/group_cut.h"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

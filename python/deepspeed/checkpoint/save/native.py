@@ -16,15 +16,15 @@ from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.names import key_of
 from deepspeed.checkpoint.layouts.saved_native import NotPlain
 from deepspeed.checkpoint.read.weights import run_states
+from deepspeed.checkpoint.save.contents import counters_of
+from deepspeed.checkpoint.save.frozen_files import Digest, FrozenFile
 from deepspeed.checkpoint.write.by_rank import saves
-from deepspeed.checkpoint.write.contents import counters_of
 from deepspeed.checkpoint.write.file_writer import (
     SAFETENSORS_NAMES,
     PreparedBytes,
     PreparedSafetensors,
     is_plain,
 )
-from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
 from deepspeed.comm.agreement import attempt
 from deepspeed.version import __version__

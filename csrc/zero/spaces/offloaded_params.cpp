@@ -1,4 +1,4 @@
-#include "zero/offload/offloaded_params.h"
+#include "zero/spaces/offloaded_params.h"
 
 #include <algorithm>
 #include <utility>

@@ -20,8 +20,8 @@ from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.log import logger
 from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.init.initializers import follow_initializers
 from deepspeed.zero.parameters import sharded_parameter as sharding
-from deepspeed.zero.parameters.initializers import follow_initializers
 from deepspeed.zero.parameters.loading import follow_loading
 
 _PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}

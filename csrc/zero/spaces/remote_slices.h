@@ -2,7 +2,7 @@
 #pragma once
 #include <memory>
 
-#include "zero/offload/offloaded_params.h"
+#include "zero/spaces/offloaded_params.h"
 
 namespace ds::zero {
 

@@ -11,9 +11,10 @@ from deepspeed.checkpoint.convert.export import write_script
 from deepspeed.checkpoint.engines.base import ForeignFiles
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read.weights import run_states
-from deepspeed.checkpoint.write import background, commit, contents, native, owner
+from deepspeed.checkpoint.save import contents, native
+from deepspeed.checkpoint.save.contents import HeldStates, counters_of
+from deepspeed.checkpoint.write import background, commit, owner
 from deepspeed.checkpoint.write.by_rank import PartsByRank
-from deepspeed.checkpoint.write.contents import HeldStates, counters_of
 from deepspeed.checkpoint.write.file_writer import Cuts, PreparedTorch, SharedTorch, complete
 from deepspeed.checkpoint.write.pointer import replace_text
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together, take_each

@@ -6,8 +6,7 @@ Memory that only the core changes (fp32 masters, states of a native optimizer) c
 import collections
 
 from deepspeed._compat import storage_of
-from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.write.snapshot import MemoryRanges
 from deepspeed.zero.parameters.param_ranks import ranks_of, shape_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded

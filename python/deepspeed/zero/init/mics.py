@@ -6,7 +6,7 @@ Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public C
 
 from deepspeed import comm as dist
 from deepspeed.comm.mesh_views import adopted, cut_for_mics
-from deepspeed.zero.parameters.init_context import Init
+from deepspeed.zero.init.init_context import Init
 
 
 class MiCS_Init(Init):
