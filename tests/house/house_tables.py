@@ -100,6 +100,30 @@ CPP_ARROWS = {
         "zero",
     },
 }
+# Folders of a room, in floors, lowest first: a folder may include of lower floors, never of its own floor or above.
+# Files at the top of a room are in no folder: they may include all of it, and all of it may include them.
+# fmt: off
+CPP_FOLDERS = {
+    "bindings": [{"config", "formats", "io", "ops", "plan"}, {"engine"}, {"comm"}],
+    "comm": [
+        {"segments"}, {"calls"}, {"boards"}, {"decorators", "nccl", "shared_memory"}, {"hosts", "pipe", "scripts"},
+        {"transports"},
+    ],
+    "config": [{"sections"}],
+    "io": [{"folders", "memory"}, {"async", "zip"}],
+    "kernels": [{"ref"}, {"cpu", "cuda"}],
+    "storage": [{"tiers"}],
+    "zero": [{"offload"}, {"spaces"}, {"gathers"}, {"gradients"}, {"step"}, {"states"}],
+}
+# fmt: on
+# The same for folders of rooms of python/deepspeed.
+PYTHON_FOLDERS = {
+    "checkpoint": [{"layouts"}, {"write"}, {"engines", "read"}, {"convert"}, {"save"}],
+    "engine": [{"parts"}, {"pipeline_parts"}],
+    "ops": [{"adam", "random_ltd"}, {"op_builder"}, {"aio", "gds", "pin_memory"}],
+    "zero": [{"parameters"}, {"gathers", "states"}, {"init", "offload"}, {"optimizers"}],
+}
+
 ROOMS_WITH_TORCH = {"storage", "comm", "parallel", "zero", "bindings"}
 ROOMS_WITH_PYTHON = {"bindings"}
 # Highway's headers are written for quotes: it includes the file that includes it once per instruction set.

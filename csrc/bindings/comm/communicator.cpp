@@ -17,8 +17,8 @@
 #include "comm/decorators/logged.h"
 #include "comm/decorators/watched.h"
 #include "comm/nccl/nccl_tensors.h"
-#include "comm/calls/c10d_backend.h"
-#include "comm/calls/script_calls.h"
+#include "comm/scripts/c10d_backend.h"
+#include "comm/scripts/script_calls.h"
 #include "comm/transports/c10d_communicator.h"
 #include "comm/transports/counted_communicator.h"
 #include "comm/transports/local_communicator.h"
@@ -147,14 +147,14 @@ DS_BINDINGS(m) {
             std::move(log), group);
       },
       "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a, "touched"_a = nullptr, "peers"_a = py::none());
-  // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
+  // As scripts call torch.distributed, with torch's handles (comm/scripts/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
       .def(py::init([](comm::CommunicatorPtr communicator) {
              return std::make_unique<comm::ScriptCalls>(std::move(communicator));
            }),
            "communicator"_a)
       .def("call", &call_op, "verb"_a, "given"_a, "taken"_a, "splits"_a, "op"_a, "peer"_a, "detached"_a, Unlocked());
-  // A backend of torch.distributed (comm/calls/c10d_backend.h).
+  // A backend of torch.distributed (comm/scripts/c10d_backend.h).
   m.def(
       "c10d_backend",
       [](comm::CommunicatorPtr over, comm::BackendPtr other, std::string name) {

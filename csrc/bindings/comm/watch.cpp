@@ -11,7 +11,7 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "comm/calls/reduce_op.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 #include "comm/boards/store_keeper.h"
 #include "comm/boards/watch.h"
 #include "comm/decorators/call_log.h"

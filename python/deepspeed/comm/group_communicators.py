@@ -52,7 +52,7 @@ class GroupCommunicator:
         self._calls = _native._C.ScriptCalls(native)
 
     def run(self, verb, given, taken, async_op, op=None, root=-1, splits=((), ())):
-        """See csrc/comm/calls/script_calls.h. Returns torch's ``Work`` if ``async_op``, else None at the end of the
+        """See csrc/comm/scripts/script_calls.h. Returns torch's ``Work`` if ``async_op``, else None at the end of the
         call."""
         op = "sum" if op is None else to_name(op).lower()
         return self._calls.call(verb, given, taken, [list(split or ()) for split in splits], op, root, async_op)

@@ -17,7 +17,7 @@
 #include "../on_threads.h"
 #include "base/error.h"
 #include "comm/hosts/hosts.h"
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 #include "comm/transports/thread_communicator.h"
 
 namespace ds::comm {

@@ -9,7 +9,7 @@
 
 #include "../error_of.h"
 #include "base/error.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 #include "transports.h"
 
 namespace ds::comm {

@@ -1,4 +1,4 @@
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-#include "comm/shared_memory/shared_file.h"
+#include "comm/segments/shared_file.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

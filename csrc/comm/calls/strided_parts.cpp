@@ -1,4 +1,4 @@
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 
 #include <ATen/Functions.h>
 

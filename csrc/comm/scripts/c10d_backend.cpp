@@ -1,4 +1,4 @@
-#include "comm/calls/c10d_backend.h"
+#include "comm/scripts/c10d_backend.h"
 
 #include <utility>
 
@@ -7,7 +7,7 @@
 #include "base/error.h"
 #include "base/process.h"
 #include "base/ranges.h"
-#include "comm/calls/script_calls.h"
+#include "comm/scripts/script_calls.h"
 
 namespace ds::comm {
 

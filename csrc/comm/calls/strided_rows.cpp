@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif

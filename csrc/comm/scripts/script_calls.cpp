@@ -1,4 +1,4 @@
-#include "comm/calls/script_calls.h"
+#include "comm/scripts/script_calls.h"
 
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
