@@ -101,7 +101,7 @@ def forked_until_the_end(action):
 
 
 def run_python(code, *args, **env):
-    """What ``python -c code args`` does, with the modules of this process and further variables."""
+    """Runs ``python -c code args``, with the modules of this process and further variables."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **env}
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True)
 

@@ -1,4 +1,4 @@
-"""What raises on one rank while a checkpoint is collected or loaded is an error on all ranks, which names the rank; no
+"""An error of one rank while a checkpoint is collected or loaded is an error on all ranks, which names the rank; no
 rank waits for the others, and no hidden folder is left."""
 
 import os

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes: tags that are none, symbolic links, file systems that cannot rename, several writers."""
+"""The folder of a checkpoint: tags that are none, symbolic links, file systems that cannot rename, several writers."""
 
 import argparse
 import contextlib

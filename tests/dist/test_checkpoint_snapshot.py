@@ -1,4 +1,4 @@
-"""What changes an engine's states waits while a checkpoint copies them."""
+"""Calls that change an engine's states wait while a checkpoint copies them."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Which engine writes a checkpoint, and that every one of them writes what load_checkpoint reads."""
+"""The choice of the engine that writes a checkpoint; load_checkpoint reads the files of each."""
 
 import os
 from importlib import metadata

@@ -131,7 +131,7 @@ ONLY_SCANNED = {
     for file, keys in files.items()
     for key in keys.split()
 }
-# Of attributes with another name than the key.
+# Attributes with another name than the key.
 ONLY_SCANNED["use_data_before_expert_parallelism"] = (
     "engine/parts/expert_layers.py",
     "use_data_before_expert_parallel_",

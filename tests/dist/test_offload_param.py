@@ -192,7 +192,7 @@ def test_parameters_go_where_they_rest_as_they_are_made(rank, world, remote, fol
 @pytest.mark.any_device
 @on_ranks(2, init=True)
 def test_inference_without_an_optimizer(rank, world, folder):
-    # Of weights that are larger than the pages to which copies of files are rounded.
+    # A model of weights that are larger than the pages to which copies of files are rounded.
     model = seeded(lambda: torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)]))
     x = waves(3, 64)
     with torch.no_grad():

@@ -107,7 +107,7 @@ def test_checkpoints(rank, world, stage, next_stage, folder):
         found.append(last_of(after_steps(second, 1, rank, world, start=3), everything))
     assert same(*found)
     if stage == next_stage:
-        # What nobody has used has no state there, and zeros in the checkpoint.
+        # Parameters that nobody has used have no state there, and zeros in the checkpoint.
         assert all(b is None or torch.equal(a, b) for a, b in zip(found[0], everything(plain), strict=True))
 
 

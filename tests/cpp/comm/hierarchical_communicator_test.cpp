@@ -209,7 +209,7 @@ std::vector<int64_t> column(const Counts& counts, int taker) {
   return made;
 }
 
-// What `rank` gives, and what it must get, by the plain loop.
+// The tensors that `rank` gives, and those that it must get by the plain loop.
 std::pair<at::Tensor, at::Tensor> both_sides(const Counts& counts, int rank, at::ScalarType type) {
   std::vector<at::Tensor> give, take;
   for (int r = 0; r < static_cast<int>(counts.size()); ++r) {

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kSizes[] = {0, 1, 7, 64, 65, 1000};
 
-// Of rank `rank`: pieces of very different sizes in one tensor.
+// The tensor of rank `rank`: pieces of very different sizes in one tensor.
 at::Tensor values(int rank, int64_t numel, at::ScalarType type) {
   const at::Tensor steps = at::arange(numel, at::kDouble) + rank * 3 + 1;
   return (at::sin(steps * 1.7) * at::exp(at::cos(steps * 0.01) * 4)).to(type);
@@ -25,7 +25,7 @@ at::Tensor values(int rank, int64_t numel, at::ScalarType type) {
 
 double peak(const at::Tensor& tensor) { return tensor.numel() ? tensor.to(at::kDouble).abs().max().item<double>() : 0; }
 
-// What storing a number in `type` may add.
+// The error that storing a number in `type` may add.
 double rounding(at::ScalarType type, double size) {
   return size * (type == at::kBFloat16 ? 1.0 / 128 : type == at::kHalf ? 1.0 / 1024 : 1e-6) + 1e-7;
 }

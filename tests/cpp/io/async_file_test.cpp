@@ -117,7 +117,7 @@ TEST(AioContexts, AForkHasItsOwn) {
   EXPECT_TRUE(write("c"));
 }
 
-// What a container's seccomp filter refuses is not asked for again.
+// A call that a container's seccomp filter refuses is not made again.
 TEST(AsyncFile, WithoutIoUringLibaioTransfers) {
   const Folder folder;
   EXPECT_EXIT(

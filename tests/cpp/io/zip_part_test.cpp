@@ -12,7 +12,7 @@
 namespace ds::io {
 namespace {
 
-// What one process writes of the file with `texts`, and the checksums of its runs.
+// The bytes that one process writes of the file with `texts`, and the checksums of its runs.
 std::vector<uint32_t> write_part(const std::string& path, const std::vector<ZipEntry>& entries,
                                  const std::vector<std::string>& texts, uint64_t begin, uint64_t end) {
   Files files;

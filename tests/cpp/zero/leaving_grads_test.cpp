@@ -102,7 +102,7 @@ Seen train(int stage, at::ScalarType type, const storage::Placement& placement, 
     run_backward(*engine, loss);
     if (slow) {
       EXPECT_GE(gate.writes, 2) << "nothing has been written slowly";
-      // What no one waits for is seen by those who write it.
+      // An error of a transfer for which nobody waits is seen by the next one.
       seen.most_on_device = std::max({seen.most_on_device, gate.most_on_device.load(), storage.usage()[0].staged});
       gate.of = nullptr;
     }

@@ -25,7 +25,7 @@ using comm::ProcessMesh;
 using comm::Purpose;
 using plan::Axes;
 
-// How experts lie on tensor-parallel ranks: cut as other weights are, whole on each, or other ones on each.
+// The experts on tensor-parallel ranks: cut as other weights are, whole on each, or other ones on each.
 enum class OnSlices { kCut, kCopied, kOthers };
 
 struct Case {

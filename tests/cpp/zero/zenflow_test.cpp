@@ -58,7 +58,7 @@ std::vector<at::Tensor> weights(at::ScalarType type) {
 
 // ---- the schedule -------------------------------------------------------------------------------------------------
 
-// What the model computes with after each step: masters, but for the rest with overlap.
+// The weights with which the model computes after each step: masters, but for the rest with overlap.
 std::vector<at::Tensor> schedule(const Case& c) {
   at::NoGradGuard no_grad;
   const ZenFlowOptions& flow = c.flow;

@@ -1,4 +1,4 @@
-"""What the manifest says, and that damage anywhere is found and located."""
+"""The contents of the manifest; damage anywhere is found and located."""
 
 import json
 import os

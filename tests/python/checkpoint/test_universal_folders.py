@@ -1,4 +1,5 @@
-"""Where a conversion to a universal checkpoint writes: its own files alone, and the output is whole or as it was."""
+"""The folder into which a conversion to a universal checkpoint writes: its own files alone, and the output is whole or
+as it was."""
 
 import os
 import pathlib

@@ -18,7 +18,7 @@ PYTHON_DIR = os.path.dirname(os.path.dirname(report.__file__)).rsplit("/deepspee
 
 
 def run(*args, **env):
-    """What ``python -m deepspeed.env_report`` does."""
+    """Runs ``python -m deepspeed.env_report``."""
     code = "import runpy; runpy.run_module('deepspeed.env_report', run_name='__main__', alter_sys=True)"
     return run_after_torch(code, *args, **{"PYTHONPATH": PYTHON_DIR, **env})
 

@@ -161,7 +161,7 @@ PLAN = {
 
 
 def test_a_plan_beside_the_run(tmp_path):
-    """Of the rank that needs most memory."""
+    """The figures of the rank that needs most memory."""
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     page = made(tmp_path, LINES, plan=str(tmp_path / "plan.json"))
     assert page.headings[0] == "Plan and run"

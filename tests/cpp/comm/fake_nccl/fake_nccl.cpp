@@ -59,7 +59,7 @@ int refused(int result, const std::string& why) {
   return result;
 }
 
-// Of the calling thread, or -1.
+// The device of the calling thread, or -1.
 int device_here(bool make) {
   const int pid = getpid(), number = local().device.current ? local().device.current() : this_thread();
   auto& devices = job().devices;

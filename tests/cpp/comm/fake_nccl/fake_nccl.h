@@ -45,7 +45,7 @@ int64_t fake_nccl_record(void* stream);
 int fake_nccl_ended(void* stream, int64_t number);  // 1 or 0, at once
 int fake_nccl_wait(void* stream, int64_t number);
 
-// Of "alive", "memory" (both now); "created", "finalized", "destroyed", "aborted", "groups", "registrations",
+// The count of "alive", "memory" (both now); "created", "finalized", "destroyed", "aborted", "groups", "registrations",
 // "deregistrations", "registrations lost", and names of functions (so far); "most running": on one device at once.
 int64_t fake_nccl_count(const char* what);
 void fake_nccl_fail(const char* function, int result);  // the next call of it
