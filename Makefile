@@ -46,7 +46,7 @@ bench-gpu: ## the benchmarks that need a GPU
 lint: ## clang-format, clang-tidy and ruff on what changed (ALL=1: on everything)
 	@tools/lint.sh
 
-docs: ## regenerate docs/config.md
+docs: ## regenerate docs/config.md and docs/files.md
 	@tools/docs.sh
 
 wheel: ## build dist/deepspeed-*.whl and try it in a fresh virtual environment

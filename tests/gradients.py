@@ -2,7 +2,8 @@
 
 
 def gradients(result, leaves, upper=None):
-    """What ``result`` alone, with ``upper`` from above, gives to each of the leaves; it stays their ``grad``."""
+    """The gradients that ``result`` alone, with ``upper`` from above, gives to each of the leaves; their ``grad``
+    stays."""
     for leaf in leaves:
         leaf.grad = None
     result.backward(upper)

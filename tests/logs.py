@@ -1,4 +1,4 @@
-"""What the library logs while a test looks."""
+"""The lines that the library logs while a test looks."""
 
 import contextlib
 import logging

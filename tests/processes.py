@@ -58,7 +58,7 @@ def pids():
 
 
 def wait_for(condition, seconds=10):
-    """Looks until ``condition()`` is true, for so many ``seconds``. A look that comes late counts as 0.1 s at most:
+    """Looks until ``condition()`` is true, for at most ``seconds``. A look that comes late counts as 0.1 s at most:
     while the machine stands still nobody else gets on either."""
     passed, last = 0.0, time.monotonic()
     while not condition() and passed < seconds:
@@ -101,7 +101,7 @@ def forked_until_the_end(action):
 
 
 def run_python(code, *args, **env):
-    """What ``python -c code args`` does, with the modules of this process and further variables."""
+    """Runs ``python -c code args``, with the modules of this process and further variables."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **env}
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True)
 

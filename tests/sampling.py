@@ -2,7 +2,7 @@
 
     @pytest.mark.sample                    # each pair of values of two parameters appears in some case
     @pytest.mark.sample("values")          # each value of each parameter appears in some case
-    @pytest.mark.sample("values", 12)      # and at least so many cases
+    @pytest.mark.sample("values", 12)      # and at least 12 cases
     @pytest.mark.parametrize("world", [1, 2, 3])
     @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_training(stage, world): ...
@@ -92,8 +92,8 @@ def sample(cases, cover="pairs", at_least=0, seed=""):
 
 
 def _one_of_each_file(items):
-    """Of pytest items for any device one of each file, with at most two ranks if there is one. One that may be skipped
-    only where the file has no other; those marked `any_device("list")` are too large to be taken."""
+    """One of each file of the pytest items for any device, with at most two ranks if there is one. One that may be
+    skipped only where the file has no other; those marked `any_device("list")` are too large to be taken."""
     best = {}
     for item in items:
         mark = item.get_closest_marker("any_device")
@@ -122,7 +122,7 @@ def _positions(values):
 
 
 def left_out(items):
-    """Of collected pytest items, those that a `sample` mark leaves to `make test-all`, or all but one of each file."""
+    """The collected pytest items that a `sample` mark leaves to `make test-all`, or all but one of each file."""
     if os.environ.get(COVER) == ONE_OF_A_FILE:
         kept = _one_of_each_file(items)
         return [item for item in items if item not in kept]

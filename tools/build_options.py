@@ -1,4 +1,4 @@
-"""What the environment asks of a build: the version's suffix, which kernels, flags. setup.py reads this file.
+"""Options of a build from the environment: the version's suffix, which kernels, flags. setup.py reads this file.
 
 An op is a few functions in a library, so what is chosen is the library: DS_BUILD_OPS and DS_BUILD_<OP> decide whether
 the CUDA kernels are compiled, and DS_BUILD_<OP>=1 refuses to build without that op.
@@ -25,7 +25,7 @@ def full_version(base, commit_hash, environ):
         suffix = f"+g{commit_hash}" if commit_hash.isdigit() else f"+{commit_hash}"
     if not _SUFFIX.fullmatch(suffix):
         raise OptionError(
-            f"DS_BUILD_STRING is {suffix!r}, and {base}{suffix} is no version. Write, for example, '+cluster7' or "
+            f"DS_BUILD_STRING is {suffix!r}, and {base}{suffix} is not a version. Write, for example, '+cluster7' or "
             f"'.dev3'."
         )
     return base + suffix

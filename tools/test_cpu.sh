@@ -26,7 +26,7 @@ if [ "$name" = avx2 ]; then
 fi
 tools/packages.sh build test cpu
 
-# What runs: lines "room processes filter", the kernels first. Cases are dealt out to so many processes. qemu makes up
+# What runs: lines "room processes filter", the kernels first. Cases are divided among `processes` processes. qemu makes up
 # /proc/self/stat, which Process.LivesEndsAndIsGone reads.
 base="base 1 *-Process.LivesEndsAndIsGone"
 if [ "$name" = aarch64 ]; then

@@ -105,7 +105,7 @@ def planned(args, before):
         "gradients: autograd's, and a bucket on its way": layer * 2 + bucket * 2,
         "activations": 8 * args.layers * args.batch * args.width * 2,
     }
-    # Of the bucket that is worked on and of the next one: masters and two states in fp32, gradients in bf16.
+    # Memory of the bucket that is worked on and of the next one: masters and two states in fp32, gradients in bf16.
     step = {"buffers of the step": 2 * bucket * (3 * 4 + 2)}
     return {**always, **max(backward, step, key=lambda part: sum(part.values()))}  # one after the other
 
@@ -139,7 +139,7 @@ def work(args, folder):
         engine.step()
         return float(loss.detach())
 
-    # What a process has anyway: libraries, threads, their arenas.
+    # Memory that a process has anyway: libraries, threads, their arenas.
     small = deepspeed.initialize(model=built_of(64, 2), config=config)[0]
     for _ in range(2):
         stepped(small, torch.randn(2, 64, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""How long a clean build takes, and a rebuild after touching one kernel.
+"""Times of a clean build, and of a rebuild after touching one kernel.
 
     python benchmarks/python/build_time.py [--python PATH] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: written at once, and written in the background.
+"""The time for which training stands still for a checkpoint: written at once, and written in the background.
 
     python benchmarks/python/checkpoint_async.py [--gb 2] [--rounds 3] [--folder DIR] [--json FILE]
 
@@ -87,7 +87,7 @@ def step(engine, rows):
 
 def save(engine, writer, folder, rows):
     """(seconds until save_checkpoint returns, seconds until all is on the disk, bytes, ``step`` after it)."""
-    from deepspeed.checkpoint.read import verify
+    from deepspeed.checkpoint.write import verify
 
     engine.checkpoint_engine = writer
     start = time.perf_counter()

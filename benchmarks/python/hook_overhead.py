@@ -1,4 +1,4 @@
-"""What the engine's gradient hooks cost for each parameter, beside the same bookkeeping in Python.
+"""The cost of the engine's gradient hooks for each parameter, beside the same bookkeeping in Python.
 
     python benchmarks/python/hook_overhead.py [--parameters 1000] [--rounds 30] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What `import deepspeed` costs above `import torch`.
+"""The cost of `import deepspeed` above `import torch`.
 
     python benchmarks/python/import_time.py [--python PATH] [--runs 9] [--json FILE]
 

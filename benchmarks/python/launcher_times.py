@@ -1,4 +1,4 @@
-"""How fast the launcher is: until a rank runs, until ranks of 64 hosts run, and from a kill to the next step.
+"""Times of the launcher: until a rank runs, until ranks of 64 hosts run, and from a kill to the next step.
 
     python benchmarks/python/launcher_times.py [--runs 5] [--hosts 64] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How long a sequence a rank's memory takes: peak against length, and the longest length under a cap, by bisection.
+"""The longest sequence for a rank's memory: peak against length, and the longest length under a cap, by bisection.
 
     python benchmarks/python/long_sequence.py [--cap-mb 64] [--hidden 128] [--layers 4] [--ranks 1 2] [--set NAME...]
         [--folder DIR] [--seconds 240] [--json FILE] [--plot FILE]

@@ -1,4 +1,4 @@
-"""What snapshots in memory (``elasticity.memory_copies``) cost a step: a GPT of 100 million parameters, N = 10.
+"""The cost of snapshots in memory (``elasticity.memory_copies``) for a step: a GPT of 100 million parameters, N = 10.
 
     python benchmarks/python/memory_copies.py [--layers 14] [--tokens 512] [--steps 10] [--rounds 3] [--json FILE]
 

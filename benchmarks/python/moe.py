@@ -1,4 +1,4 @@
-"""What a mixture of experts costs, beside what it replaces.
+"""The cost of a mixture of experts, beside the layers that it replaces.
 
     python benchmarks/python/moe.py [--rounds 15] [--threads 1] [--json FILE]
 

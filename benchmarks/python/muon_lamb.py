@@ -1,4 +1,5 @@
-"""What whole-parameter optimizers cost: Muon's orthogonalisation in two forms and in torch's words, LAMB beside AdamW.
+"""The cost of whole-parameter optimizers: Muon's orthogonalisation in two forms and in torch's words, LAMB beside
+AdamW.
 
     python benchmarks/python/muon_lamb.py [--rounds 7] [--threads 1 2] [--device cpu] [--json FILE]
 

@@ -10,8 +10,9 @@ cost: of a step: the phases of the log times the time of one, and its row; the r
     Blocks of steps in turn: everything on (the log with its file, a CSV monitor, timers, a report) over everything off,
     and while a trace records over everything on.
 causes: a small model on two ranks, of which one is 50 ms late: in its loader, in its backward, at the other end of a
-    link, in a read of its optimizer states. ``found``: so many of ``--runs`` steps have 45 to 55 ms more in that phase
-    of that rank than the median of the steps between them, and the log calls that rank the slowest where it is.
+    link, in a read of its optimizer states. ``found``: the number of ``--runs`` steps that have 45 to
+    55 ms more in that phase of that rank than the median of the steps between them, and the log calls that rank the
+    slowest where it is.
 """
 
 import argparse
@@ -170,7 +171,7 @@ def time_of_a_phase():
 
 
 def time_of_a_row():
-    """Of a trace."""
+    """Times a row of a trace."""
     import torch
 
     from deepspeed.profiling.phases import Phases

@@ -1,4 +1,4 @@
-"""How near ``deepspeed.plan`` is to runs: the peak of the device's allocator, collectives, the time of a step, and the
+"""Compares ``deepspeed.plan`` with runs: the peak of the device's allocator, collectives, the time of a step, and the
 change that it advises where a job does not fit.
 
     python benchmarks/python/plan_accuracy.py memory --file FILE.jsonl    # stand-in device (torch 2), or --device cuda
@@ -159,7 +159,7 @@ def work(args):
 
 
 def threads_of(device):
-    """Of a rank. On a GPU its updates on the host have all cores."""
+    """Threads of a rank. On a GPU its updates on the host have all cores."""
     return len(os.sched_getaffinity(0)) if device == "cuda" else 1
 
 
@@ -213,7 +213,7 @@ def compared(plan, ran):
 
 
 def machine_of(args, world):
-    """The file of the rates of this machine, whose links are those of so many ranks."""
+    """The file of the rates of this machine, with the links of this many ranks."""
     path = f"{args.file}.machine-{world}.json"
     with nobody_else(f"{args.file}.lock"):
         if os.path.exists(path):

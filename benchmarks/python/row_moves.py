@@ -1,4 +1,4 @@
-"""How fast rows of tokens move to experts and back, beside a copy of as many bytes on the same device.
+"""The speed at which rows of tokens move to experts and back, beside a copy of as many bytes on the same device.
 
     python benchmarks/python/row_moves.py [--device cpu|cuda] [--tokens 65536] [--rounds 20] [--json FILE]
 

@@ -92,7 +92,7 @@ class Ours:
 
 
 class ByHand:
-    """What one writes without us: DistributedDataParallel and AdamW."""
+    """The same training without this library: DistributedDataParallel and AdamW."""
 
     def __init__(self, args, model, parameter_groups, torch, **kind):
         self.torch = torch

@@ -7,8 +7,8 @@ namespace ds {
 
 using BlockingRegion = void (*)(const std::function<void()>& wait);
 
-// How a thread gives up the interpreter's lock while it waits. The bindings set it when they are loaded; in a program
-// without an interpreter nothing is set, and a wait is only a wait.
+// The function by which a thread gives up the interpreter's lock while it waits. The bindings set it when they are
+// loaded; in a program without an interpreter nothing is set, and a wait is only a wait.
 void set_blocking_region(BlockingRegion region);
 
 // Runs `wait` without the interpreter's lock, whether or not the caller has it.

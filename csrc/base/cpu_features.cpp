@@ -88,7 +88,7 @@ Isa select_isa(const std::vector<Isa>& built, const char* forced) {
     if (forced == std::string(isa_name(isa)))
       fail(ErrorKind::kValue, "DS_FORCE_ISA=", forced, ": this processor or this build lacks ", forced,
            ". Valid here: ", names_of(usable), "; unset DS_FORCE_ISA to use the best of them.");
-  fail(ErrorKind::kValue, "DS_FORCE_ISA=", forced, " is no instruction set. Valid here: ", names_of(usable),
+  fail(ErrorKind::kValue, "DS_FORCE_ISA=", forced, " is not an instruction set. Valid here: ", names_of(usable),
        "; unset DS_FORCE_ISA to use the best of them.");
 }
 

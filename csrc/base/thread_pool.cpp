@@ -17,8 +17,8 @@ namespace {
 
 // Chunks per thread: enough that a thread which lost its core for a while leaves work for the others to take.
 constexpr size_t kChunksPerThread = 4;
-// How long a thread looks for work, or for the end of it, before it sleeps. The kernels of one optimizer step follow
-// each other within microseconds, and a sleep with its wake-up costs 5 to 50 of them.
+// Number of times that a thread looks for work, or for the end of it, before it sleeps. The kernels of one optimizer
+// step follow each other within microseconds, and a sleep with its wake-up costs 5 to 50 of them.
 constexpr int kSpins = 2000;
 
 inline void pause() {

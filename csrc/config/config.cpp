@@ -1,3 +1,4 @@
+// Defaults of sections, and values of a resolved configuration by their paths.
 #include "config/resolver.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// Renders the schema as docs/config.md.
 #include "config/render.h"
 #include "config/text.h"
 

@@ -1,3 +1,4 @@
+// Renders a resolved configuration for `ds_config explain`.
 #include <algorithm>
 
 #include "config/rules.h"

@@ -1,3 +1,4 @@
+// Renders the schema as JSON schema, for editors.
 #include "config/render.h"
 
 namespace ds::config {

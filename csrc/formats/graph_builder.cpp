@@ -262,7 +262,7 @@ void GraphBuilder::add_items(Ref target, const Ref* items, size_t count) {
 
 void GraphBuilder::check_attributes(Ref state) {
   if (is(state, Kind::kNone)) return;
-  need(is(state, Kind::kDict), "a state that is no dict");
+  need(is(state, Kind::kDict), "a state that is not a dict");
   size_t count;
   const Ref* items = items_of(state, &count);
   for (size_t i = 0; i < count; i += 2) {

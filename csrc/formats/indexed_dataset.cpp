@@ -47,7 +47,7 @@ class IndexReader {
       at_ = 8;
       return older();
     }
-    bad(0, "it begins neither with MMIDIDX nor with TNTIDX: it is no index of an indexed data set");
+    bad(0, "it begins neither with MMIDIDX nor with TNTIDX: it is not an index of an indexed data set");
   }
 
  private:

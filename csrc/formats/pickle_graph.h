@@ -65,7 +65,7 @@ struct Global {
   NameUse use = NameUse::kValue;
   uint16_t rule = 0;
   const Element* element = nullptr;
-  // Of kPlain and kTrusted, as the resolver says.
+  // The rest is set for kPlain and kTrusted, by the resolver.
   uint32_t token = 0;      // by which the resolver finds it again
   bool is_enum = false;    // its call gives a member
   bool cheap_key = false;  // instances are hashed and compared without their own code

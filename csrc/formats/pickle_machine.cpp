@@ -158,7 +158,7 @@ class Run {
   }
 
   Ref utf8(std::string_view bytes, bool surrogates) {
-    need(is_utf8(bytes, surrogates), "text that is no UTF-8");
+    need(is_utf8(bytes, surrogates), "text that is not UTF-8");
     return build_.text(Kind::kText, bytes);
   }
 
@@ -167,7 +167,7 @@ class Run {
       case 'S': {
         std::string bytes;
         need(unquoted(in_.line(kLongestText), &bytes), "a string without quotes");
-        need(is_utf8(bytes, false), "text that is no UTF-8");
+        need(is_utf8(bytes, false), "text that is not UTF-8");
         push(build_.owned_text(Kind::kText, std::move(bytes)));
         return true;
       }
@@ -281,7 +281,7 @@ class Run {
       }
       case 0x93: {
         const Ref name = pop(), module = pop();
-        need(build_.is(name, Kind::kText) && build_.is(module, Kind::kText), "a global whose name is no text");
+        need(build_.is(name, Kind::kText) && build_.is(module, Kind::kText), "a global whose name is not text");
         push(find(std::string(build_.text_of(module)), std::string(build_.text_of(name))));
         return true;
       }
@@ -297,7 +297,7 @@ class Run {
       }
       case 0x92: {
         const Ref keywords = pop(), arguments = pop();
-        need(build_.is(keywords, Kind::kDict), "arguments that are no tuple");
+        need(build_.is(keywords, Kind::kDict), "arguments that are not a tuple");
         call(Call::kNewWithKeywords, pop(), arguments, keywords);
         return true;
       }
@@ -338,7 +338,7 @@ class Run {
     const auto printable = [](const std::string& text) {
       return is_utf8(text, false) && text.find('\0') == std::string::npos;
     };
-    need(printable(module) && printable(name), "a global whose name is no text");
+    need(printable(module) && printable(name), "a global whose name is not text");
     modernise(&module, &name);
     const std::string full = module + '\n' + name;  // neither has a line end of its own where it matters
     const auto known = found_.find(full);
@@ -349,7 +349,7 @@ class Run {
   }
 
   void call(Call call, Ref function, Ref arguments, Ref keywords) {
-    need(build_.is(arguments, Kind::kTuple), "arguments that are no tuple");
+    need(build_.is(arguments, Kind::kTuple), "arguments that are not a tuple");
     const Ref* parts = build_.graph().parts_of(arguments);
     std::vector<Ref> items(parts, parts + build_.node(arguments).count);
     if (keywords != kMark) items.push_back(keywords);
@@ -360,10 +360,10 @@ class Run {
   Ref persistent(Ref id) {
     const Node& tuple = build_.node(id);
     if (tuple.kind != Kind::kTuple || (tuple.count != 5 && tuple.count != 6))
-      refuse_id("a persistent id that is no storage");
+      refuse_id("a persistent id that is not a storage");
     const Ref* part = build_.graph().parts_of(id);
     const bool says = build_.is(part[0], Kind::kText) || build_.is(part[0], Kind::kBytes);
-    if (!says || build_.text_of(part[0]) != "storage") refuse_id("a persistent id that is no storage");
+    if (!says || build_.text_of(part[0]) != "storage") refuse_id("a persistent id that is not a storage");
     if (!build_.is(part[1], Kind::kGlobal) || build_.global_of(part[1]).use != NameUse::kStorage ||
         !build_.is(part[2], Kind::kText) || !build_.is(part[3], Kind::kText) || !build_.is_integer(part[4])) {
       refuse_id("a storage of another kind");

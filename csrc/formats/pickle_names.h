@@ -29,7 +29,8 @@ void modernise(std::string* module, std::string* name);
 class NameResolver {
  public:
   virtual ~NameResolver() = default;
-  // Of modern names. The default knows the table, torch's storages and dtypes, and throws RefusedName for all others.
+  // Finds a modern name. The default knows the table, torch's storages and dtypes, and throws RefusedName for all
+  // others.
   virtual Global find(const std::string& module, const std::string& name);
 
  protected:

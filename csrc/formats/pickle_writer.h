@@ -32,9 +32,9 @@ class PickleWriter {
   void empty_tuple() { op(')'); }
   void empty_list() { op(']'); }
   void empty_dict() { op('}'); }
-  // Of the `count` values behind the mark; of the last `count` <= 3 values, without one.
+  // Makes a tuple of the `count` values behind the mark; for `count` <= 3 of the last values, without a mark.
   void tuple(size_t count);
-  // Of the values behind the mark, or of the last one where there is only `one`.
+  // Both take the values behind the mark, or the last one where there is only `one`.
   void append(bool one) { op(one ? 'a' : 'e'); }
   void set_items(bool one) { op(one ? 's' : 'u'); }
   void reduce() { op('R'); }         // function, arguments

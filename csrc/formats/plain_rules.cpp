@@ -103,7 +103,7 @@ Ref make_defaultdict(Builder& b, Ref cls, const Ref* a, size_t n) {
     known = known || b.is_global(factory, "builtins", name);
   for (const char* name : {"Counter", "OrderedDict", "deque"})
     known = known || b.is_global(factory, "collections", name);
-  need(known, "defaultdict of something that is no container or number");
+  need(known, "defaultdict of something that is not a container or number");
   const std::vector<Ref> pairs = pairs_for(b, a + 1, n == 0 ? 0 : n - 1);
   b.count_unguarded();
   const Ref made = b.object(Call::kReduce, cls, &factory, 1, true);
@@ -242,7 +242,7 @@ Ref reconstruct(Builder& b, Ref, const Ref* a, size_t n) {
 
 // Enum members are pickled as getattr(class, name) by Python 3.11.
 Ref named_member(Builder& b, Ref function, const Ref* a, size_t n) {
-  need(n == 2 && b.is(a[1], Kind::kText), "getattr of something that is no name");
+  need(n == 2 && b.is(a[1], Kind::kText), "getattr of something that is not a name");
   const bool is_enum =
       b.is(a[0], Kind::kGlobal) && (b.global_of(a[0]).is_enum || b.is_global(a[0], "uuid", "SafeUUID"));
   if (!is_enum) throw RefusedName("builtins.getattr");

@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "formats/element.h"
 #include "io/crc32.h"
-#include "io/zip_writer.h"
+#include "io/zip/zip_writer.h"
 
 namespace ds::formats {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "io/byte_source.h"
 #include "io/file_stream.h"
-#include "io/zip_layout.h"
+#include "io/zip/zip_layout.h"
 
 namespace ds::formats {
 

@@ -48,7 +48,7 @@ nlohmann::ordered_json parse(const CheckedFile& file, const std::string& text) {
 
 uint64_t size_of(const CheckedFile& file, const std::string& name, const nlohmann::ordered_json& value) {
   if (!value.is_number_unsigned() || value.get<uint64_t>() > (uint64_t{1} << 62)) {
-    bad_header(file, "the tensor '", name, "': sizes that are no numbers");
+    bad_header(file, "the tensor '", name, "': sizes that are not numbers");
   }
   return value.get<uint64_t>();
 }
@@ -70,7 +70,7 @@ SafetensorsEntry entry_of(const CheckedFile& file, const std::string& name, cons
   }
   const nlohmann::ordered_json &shape = part("shape"), &offsets = part("data_offsets");
   if (!shape.is_array() || !offsets.is_array() || offsets.size() != 2) {
-    bad_header(file, "the tensor '", name, "': a shape or offsets that are no lists");
+    bad_header(file, "the tensor '", name, "': a shape or offsets that are not lists");
   }
   const uint64_t begin = size_of(file, name, offsets[0]), end = size_of(file, name, offsets[1]);
   unsigned __int128 numel = 1;
@@ -102,9 +102,9 @@ SafetensorsHeader read_safetensors_header(const CheckedFile& file, const std::fu
     bad_header(file, "a header of ", length, " bytes in a file of ", file.bytes());
   }
   const std::string text = file.text(8, length);
-  if (!is_utf8(text, false)) bad_header(file, "its header cannot be read (it is no UTF-8)");
+  if (!is_utf8(text, false)) bad_header(file, "its header cannot be read (it is not UTF-8)");
   const nlohmann::ordered_json header = parse(file, text);
-  if (!header.is_object()) bad_header(file, "its header is no object");
+  if (!header.is_object()) bad_header(file, "its header is not an object");
   SafetensorsHeader found;
   std::vector<const SafetensorsEntry*> order;
   for (const auto& [name, value] : header.items()) {
@@ -112,7 +112,7 @@ SafetensorsHeader read_safetensors_header(const CheckedFile& file, const std::fu
       found.tensors.push_back(entry_of(file, name, value, 8 + length, known, version));
       continue;
     }
-    if (!value.is_object()) bad_header(file, "its metadata are no object");
+    if (!value.is_object()) bad_header(file, "its metadata are not an object");
     for (const auto& [key, text] : value.items())
       found.metadata.emplace_back(key, text.is_string() ? text.get<std::string>() : text.dump());
   }

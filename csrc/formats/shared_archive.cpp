@@ -12,7 +12,7 @@
 #include "io/crc32.h"
 #include "io/descriptor.h"
 #include "io/file_error.h"
-#include "io/zip_part.h"
+#include "io/zip/zip_part.h"
 
 namespace ds::formats {
 namespace {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "formats/prepared_file.h"
-#include "io/zip_layout.h"
+#include "io/zip/zip_layout.h"
 
 namespace ds::formats {
 
@@ -36,7 +36,7 @@ class ArchiveCuts {
   const io::ZipLayout& layout() const { return layout_; }
   size_t texts() const { return texts_; }
   size_t tail() const { return layout_.entries().size() - 2; }  // the first of the last two
-  // Of the file; empty where the writer has nothing to write.
+  // The bytes of the file that a writer writes; empty where it has nothing to write.
   std::pair<uint64_t, uint64_t> part(size_t index) const { return {bounds_.at(index), bounds_.at(index + 1)}; }
   std::vector<EntryRun> runs(size_t index) const;  // of tensors
   // Whether one writer has all of its bytes and the checksum behind them.

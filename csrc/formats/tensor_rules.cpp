@@ -48,8 +48,8 @@ Ref make_tensor(Builder& b, const Ref* a, bool requires_grad, const Element* ele
   tensor.storage = b.node(a[0]).index;
   tensor.element = element != nullptr ? element : b.graph().storages[tensor.storage].element;
   tensor.offset = integer(b, a[1], "a tensor that begins nowhere");
-  tensor.shape = integers(b, a[2], "sizes that are no integers");
-  tensor.stride = integers(b, a[3], "strides that are no integers");
+  tensor.shape = integers(b, a[2], "sizes that are not integers");
+  tensor.stride = integers(b, a[3], "strides that are not integers");
   tensor.requires_grad = requires_grad;
   return b.tensor(std::move(tensor));
 }
@@ -99,7 +99,7 @@ Ref sparse(Builder& b, Ref function, const Ref* a, size_t n) {
     need(b.is(data[i], Kind::kTensor) || is_parameter(b, data[i]), "a sparse tensor of something else");
   }
   __int128 numel = 1;
-  for (const int64_t size : integers(b, data[2], "sizes that are no integers")) {
+  for (const int64_t size : integers(b, data[2], "sizes that are not integers")) {
     numel *= size;
     need(size >= 0 && numel < (__int128{1} << 63), "a sparse tensor of this size");
   }
@@ -132,7 +132,7 @@ Ref layout(Builder& b, Ref function, const Ref* a, size_t n) {
 
 Ref size(Builder& b, Ref cls, const Ref* a, size_t n) {
   need(n <= 1, "sizes of several things");
-  if (n == 1) integers(b, a[0], "sizes that are no integers");
+  if (n == 1) integers(b, a[0], "sizes that are not integers");
   return b.object(Call::kReduce, cls, a, n);
 }
 

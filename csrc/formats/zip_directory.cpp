@@ -122,7 +122,7 @@ void ZipDirectory::read_entries(const std::string& directory, uint64_t count, ui
     const std::string name = directory.substr(at, name_size);
     take_wide(file_, directory.substr(at + name_size, extra_size), {&entry.bytes, &entry.stored, &entry.header});
     at += name_size + extra_size + comment_size;
-    if (!is_utf8(name, false)) bad_zip(file_, "the name of a record is no text");
+    if (!is_utf8(name, false)) bad_zip(file_, "the name of a record is not text");
     if (leaves_the_archive(name)) bad_zip(file_, "the record '", name, "' would lie outside of the archive");
     if (entries_.count(name) != 0) bad_zip(file_, "the record '", name, "' appears twice");
     if ((flags & 0x41) != 0) bad_zip(file_, "the record '", name, "' is encrypted");

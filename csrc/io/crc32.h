@@ -5,10 +5,10 @@
 
 namespace ds::io {
 
-// Of `bytes` at `data`, going on from `before` (0: the start).
+// Returns the checksum of `bytes` bytes at `data`, going on from `before` (0: the start).
 uint32_t crc32_of(const void* data, size_t bytes, uint32_t before = 0);
 
-// Of two stretches one after the other, of which the second has `second_bytes`.
+// Returns the checksum of two stretches one after the other; the second has `second_bytes` bytes.
 uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_bytes);
 
 // Copies and sums in one pass: the sum is of what arrived at `to`, so it holds even if `from` changes meanwhile.

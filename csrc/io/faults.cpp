@@ -26,7 +26,7 @@ constexpr std::pair<const char*, int> kErrors[] = {
 
 [[noreturn]] void refuse(const std::string& order) {
   fail(ErrorKind::kValue, "DS_IO_FAULT='", order,
-       "' is no fault. Write <call>:<n>:<action>, several with commas between: call is open, read, write, fsync, "
+       "' is not a fault. Write <call>:<n>:<action>, several with commas between: call is open, read, write, fsync, "
        "rename, ",
        "rename_dir, exchange, truncate or direct, n counts from 1 (n+: from there on), action is kill, enospc, eio, "
        "exdev, ",

@@ -6,7 +6,7 @@
 
 #include <sstream>
 
-#include "io/paths.h"
+#include "io/folders/paths.h"
 
 namespace ds::io {
 namespace {

@@ -13,7 +13,7 @@ class FileError : public Error {
       : Error(ErrorKind::kRuntime, message), code_(code), path_(path), offset_(offset), bytes_(bytes) {}
   int code() const { return code_; }  // errno; ENODATA: the file ends too early
   const std::string& path() const { return path_; }
-  // Of a read or a write: what it was to transfer. 0 bytes for other operations.
+  // The range that a read or a write was to transfer. 0 bytes for other operations.
   uint64_t offset() const { return offset_; }
   uint64_t bytes() const { return bytes_; }
 

@@ -6,8 +6,8 @@
 
 #include "base/process.h"
 #include "base/thread_pool.h"
-#include "io/aligned_pool.h"
-#include "io/async_file.h"
+#include "io/memory/aligned_pool.h"
+#include "io/async/async_file.h"
 #include "io/files.h"
 #include "io/mapped_file.h"
 

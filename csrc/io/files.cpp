@@ -9,12 +9,12 @@
 
 #include <algorithm>
 
-#include "io/aio_contexts.h"
-#include "io/aligned_pool.h"
+#include "io/async/aio_contexts.h"
+#include "io/memory/aligned_pool.h"
 #include "io/faults.h"
 #include "io/file_error.h"
-#include "io/paths.h"
-#include "io/uring_rings.h"
+#include "io/folders/paths.h"
+#include "io/async/uring_rings.h"
 
 namespace ds::io {
 namespace {

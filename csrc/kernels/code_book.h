@@ -31,7 +31,7 @@ struct CodeBook {
   float values[256];  // ascending, the last is 1
   int zero;           // the code of 0
   int ranks_below;    // a number above 0 has the code zero + rank - ranks_below
-  // Of each level: a number of it is offset + slope * (rank / first rank); what is rounded to one is at least `from`
+  // For each level: a number of it is offset + slope * (rank / first rank); what is rounded to one is at least `from`
   // and below `until`; its rank is the whole number nearest to |y| * scale + bias, at most `last`.
   alignas(64) float offset[kLevelLanes];
   float slope[kLevelLanes], from[kLevelLanes], until[kLevelLanes];

@@ -10,17 +10,17 @@ namespace ds::kernels {
 // Memory that an entry needs for itself, on the device, from whoever calls it.
 class Scratch {
  public:
-  // Of at least `bytes`, for the work that this entry puts on Launch::stream; another call may take it back. Null where
-  // there is none, and then whoever made the scratch knows why. Does not throw.
+  // Returns at least `bytes` bytes for the work that this entry puts on Launch::stream; another call may take them
+  // back. Returns null where there are none; the maker of the scratch then knows why. Does not throw.
   virtual void* allocate(size_t bytes) noexcept = 0;
 
  protected:
   ~Scratch() = default;
 };
 
-// Where a kernel is executed. CPU: on `pool` (null: on the calling thread). CUDA: on `stream`, a cudaStream_t of the
-// device that is current on the calling thread; `scratch` is asked before the first launch, and when it has nothing the
-// entry does nothing at all. The CPU's entries need none.
+// The place where a kernel is executed. CPU: on `pool` (null: on the calling thread). CUDA: on `stream`, a cudaStream_t
+// of the device that is current on the calling thread; `scratch` is asked before the first launch, and when it has
+// nothing the entry does nothing at all. The CPU's entries need none.
 struct Launch {
   ThreadPool* pool = nullptr;
   void* stream = nullptr;

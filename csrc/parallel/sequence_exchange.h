@@ -1,6 +1,6 @@
 // Ranks that share a sequence exchange their parts of it, with all heads, for the whole of it with some heads, and
 // back: Jacobs et al., "DeepSpeed Ulysses" (2023). Queries, keys and values travel in one all_to_all, from where they
-// lie to where attention wants them (comm/shared_memory/strided_parts.h). Each direction is the other's gradient.
+// lie to where attention wants them (comm/calls/strided_parts.h). Each direction is the other's gradient.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 #include "parallel/result_memory.h"
 #include "plan/sequence_cut.h"
 

@@ -94,7 +94,7 @@ class GatherSchedule {
   std::optional<LearnedOrder> candidate_;  // the gathers of the last diverging cycle
   Params asked_;                           // what the next cycle leaves out
 
-  // Of the cycle that runs.
+  // The cycle that runs.
   std::vector<Params> current_;  // the schedule without what is left out
   std::vector<size_t> places_;   // in the schedule, of each entry of `current_`
   Params left_out_;

@@ -16,7 +16,7 @@ Numbers united(const Numbers& some, const Numbers& others) {
   return result;
 }
 
-// Of each entry, whether it belongs to a backward: its first number has come before and does not come again.
+// Says for each entry whether it belongs to a backward: its first number has come before and does not come again.
 std::vector<bool> in_backward(const std::vector<Numbers>& entries) {
   std::unordered_map<int32_t, size_t> left;
   for (const Numbers& entry : entries) ++left[entry.front()];

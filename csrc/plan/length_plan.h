@@ -33,8 +33,8 @@ class LengthCurve {
   int64_t peak(int64_t length) const;
   int64_t moment(int64_t length) const;  // the number of the largest one
 
-  // How far peak() is off at a sample that is none of this curve, in thousandths of what was found there, rounded up.
-  // Throws ErrorKind::kValue where it has other parts.
+  // The error of peak() at a sample that does not belong to this curve, in thousandths of the peak that was found
+  // there, rounded up. Throws ErrorKind::kValue where the sample has other parts.
   int64_t miss(const LengthSample& found) const;
 
   // The longest length with peak() <= memory that is a multiple of `step`, at most `limit`; 0: not even one step.
@@ -48,8 +48,8 @@ class LengthCurve {
   std::vector<LengthSample> samples_;  // by length
 };
 
-// Of choices in the order of what they cost, each with the longest length that fits with it: the first with which at
-// least `gain_percent` more than `now` fit; -1: none.
+// `longest[i]` is the longest sequence that fits with choice i; choices are sorted by cost. Returns the first one that
+// fits at least `gain_percent` more than `now`, or -1.
 int64_t cheapest_step(const std::vector<int64_t>& longest, int64_t now, int64_t gain_percent);
 
 }  // namespace ds::plan

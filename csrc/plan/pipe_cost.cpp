@@ -199,7 +199,7 @@ PipeChoice fastest_pipe_plan(const PipeShape& shape, const PipeCosts& costs, int
     const int64_t bytes = need(choice);
     if (!leanest || bytes < need(*leanest)) leanest = choice;
     if (memory_limit > 0 && bytes > memory_limit) continue;
-    // Of equal ones the first: a whole backward where splitting it gains nothing.
+    // The first of equal choices wins: a whole backward where splitting it gains nothing.
     if (!best || choice.cost.seconds < best->cost.seconds * (1 - 1e-9)) best = std::move(choice);
   }
   if (best) return *best;

@@ -15,7 +15,7 @@
 
 namespace ds::plan {
 
-// Of each part of the model (virtual stage), for one micro-batch; in the order of the layers.
+// The cost of one part of the model (virtual stage) for one micro-batch. Parts are in the order of the layers.
 struct PipePart {
   double forward = 1;         // seconds
   double backward_input = 1;  // a whole backward takes both
@@ -53,7 +53,7 @@ struct PipeCost {
   std::vector<PipeRankCost> ranks;
 };
 
-// Of a plan that pipe_check passes.
+// Returns the cost of a plan that pipe_check passes.
 PipeCost pipe_cost(const PipePlan& plan, const PipeCosts& costs, int send_bound = kPipeSendBound);
 
 // Every part takes one second for each of its passes (a whole backward too, where the plan does not split any).

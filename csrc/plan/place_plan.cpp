@@ -86,7 +86,8 @@ class Search {
       }
   }
 
-  // Of one kind after the other as much as there is room for, in each order of tiers and kinds: exact where memory is.
+  // Places one kind after the other, as much as there is room for, in each order of tiers and kinds. Exact where memory
+  // is the limit.
   void fill(const std::array<int, 3>& kinds, bool together) {
     std::array<double, 3> room = rooms();
     Shares made;

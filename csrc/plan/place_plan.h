@@ -27,7 +27,8 @@ struct PlaceNeed {
   std::array<int64_t, 3> room = {0, INT64_MAX, 0};  // bytes, by tier
 };
 
-// Of the elements of one kind, by tier: those in files come first, then those on the host, then those on the device.
+// Shares of the elements of one kind, by tier: those in files come first, then those on the host, then those on the
+// device.
 struct PlaceShares {
   double file = 0, host = 0;
   double device() const { return 1.0 - file - host; }
@@ -39,7 +40,8 @@ struct PlacePlan {
   bool fits = false;   // false: the other fields have no meaning
 };
 
-// Of elements of which all three are at one tier each: seconds of the device's link, of files, of updates.
+// Returns the seconds of the device's link, of files and of updates for elements whose gradients, masters and slots
+// rest in one tier each.
 std::array<double, 3> place_seconds(const PlaceNeed& need, const PlaceRates& rates, PlaceTier grad, PlaceTier master,
                                     PlaceTier slots);
 // The time of a step with such shares, whether they fit or not.

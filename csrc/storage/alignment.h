@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 
 namespace ds::storage {
 
@@ -17,7 +17,7 @@ inline int64_t whole_blocks(int64_t bytes) {
 // The size of memory that has room for that many aligned bytes at any address.
 inline int64_t copy_bytes(int64_t bytes) { return whole_blocks(bytes) + kAlignment; }
 
-// Of the first aligned byte in it.
+// Returns the offset of the first aligned byte in `memory`.
 inline int64_t aligned_offset(const at::Tensor& memory) {
   const auto start = reinterpret_cast<uintptr_t>(memory.data_ptr());
   return static_cast<int64_t>(io::round_up(start, io::kBlockBytes) - start);

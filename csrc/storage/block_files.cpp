@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "io/file_error.h"
-#include "io/own_folder.h"
+#include "io/folders/own_folder.h"
 
 namespace ds::storage {
 namespace {

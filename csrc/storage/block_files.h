@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "base/process.h"
-#include "io/transfer_queue.h"
+#include "io/async/transfer_queue.h"
 #include "storage/tier.h"
 
 namespace ds::storage {
@@ -16,7 +16,8 @@ class FileList {
   FileList(std::string folder, const std::vector<std::string>& names, std::shared_ptr<io::RunFolder> owned);
   ~FileList() { remove_files(); }
 
-  // Of a block; made where it is missing, under another name where somebody has that.
+  // Returns the path of a block's file. Makes the file where it is missing, under another name where another plane has
+  // it.
   std::string made(size_t block);
   std::string path(size_t block) const;  // "": nobody has written it
   void discard(size_t block) noexcept;

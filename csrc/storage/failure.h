@@ -22,7 +22,7 @@ struct Failure {
 };
 using FailurePtr = std::shared_ptr<const Failure>;
 
-// Of the exception that is being handled.
+// Returns the failure of the exception that is being handled.
 inline FailurePtr caught() {
   try {
     throw;
@@ -32,7 +32,7 @@ inline FailurePtr caught() {
     return std::make_shared<const Failure>(Failure{e.what(), 0, "", 0, 0});
   } catch (...) {
     return std::make_shared<const Failure>(
-        Failure{"a transfer failed with something that is no exception", 0, "", 0, 0});
+        Failure{"a transfer failed with something that is not an exception", 0, "", 0, 0});
   }
 }
 

@@ -16,7 +16,8 @@ namespace ds::storage {
 // Whether work on the device is done when a call returns: the CPU, and the meta device, which has none to do.
 inline bool done_on_return(const c10::Device& device) { return device.is_cpu() || device.is_meta(); }
 
-// Where numbers of the host travel to other ranks: on the device that computes, but the meta device has no values.
+// The device on which numbers of the host travel to other ranks: the one that computes, but the CPU for the meta
+// device, which has no values.
 inline c10::Device device_for_numbers(const c10::Device& computes) {
   return computes.is_meta() ? c10::Device(c10::kCPU) : computes;
 }

@@ -3,9 +3,9 @@
 #include <memory>
 #include <utility>
 
-#include "io/cufile.h"
+#include "io/async/cufile.h"
 #include "io/files.h"
-#include "io/transfer.h"
+#include "io/async/transfer.h"
 
 namespace ds::storage {
 
@@ -14,8 +14,8 @@ struct FileAccess {
   FileAccess(std::shared_ptr<io::Files> with) : files(std::move(with)) {}
 
   std::shared_ptr<io::Files> files;  // null: one of its own
-  // Of blocks that have a file each.
-  io::TransferOptions transfers{1 << 20, 8, /*single_submit=*/false, /*overlap_events=*/true};
+  // Transfers of blocks that have a file each.
+  io::TransferOptions transfers{};
   int threads = 1;                       // that share the transfer of one block
   std::shared_ptr<io::CuFile> cufile{};  // moves such blocks to and from a device by itself; null: the host does
 };

@@ -41,7 +41,7 @@ class MemoryAccounts {
   void take_reserved(StorageLock::Held& lock, Staging& staging);
   // One copy more (1) or fewer (-1) that frees its memory by itself, or can be dropped at the end of its transfer.
   void count_flight(const Staging& staging, int change);
-  // Of tensors in its memory; a step that is planned has meta tensors in all of them.
+  // The device of tensors in this medium; a planned step has meta tensors in all media.
   c10::Device device_of(Medium medium) const {
     return medium == Medium::kDevice || device_.is_meta() ? device_ : c10::Device(at::kCPU);
   }

@@ -10,7 +10,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 
 namespace ds::storage {
 namespace {
@@ -68,7 +68,7 @@ class MetaMemory::Maker : public c10::Allocator {
  public:
   Maker(MetaMemory& memory, std::shared_ptr<Count> count) : memory(memory), count_(std::move(count)) {}
 
-  // Of the functions allocate() one is torch's: it is const in torch 1.
+  // One of the two functions allocate() is torch's, which is const in torch 1.
   c10::DataPtr allocate(size_t bytes) const { return made(bytes); }
   c10::DataPtr allocate(size_t bytes) { return made(bytes); }
   void copy_data(void*, const void*, size_t) const {}

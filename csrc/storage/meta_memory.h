@@ -44,7 +44,7 @@ class MetaMemory {
   void give(const at::Tensor& tensor, const std::string& owner);
   // All that is alive and belongs to `from` belongs to `to` from now on.
   void give_all(const std::string& from, const std::string& to);
-  // Where the step is: peaks are kept for each moment.
+  // Names the moment of the step; peaks are kept for each moment.
   void set_moment(std::string moment);
 
   int64_t live() const;
@@ -55,10 +55,11 @@ class MetaMemory {
 
   const bool on_host;
 
-  // Of the machine whose steps are planned on meta tensors, and the clock of a step; null: nothing takes time.
+  // The rates of the machine whose steps are planned on meta tensors, and the clock of a step; null: nothing takes
+  // time.
   plan::PlaceRates rates;
   std::shared_ptr<plan::StepPlan> clock;
-  // A kernel that torch does not see would have read and written so many bytes of the device.
+  // Tells that a kernel that torch does not see would have read and written `bytes` bytes of the device.
   void touched(size_t bytes);
 
  private:

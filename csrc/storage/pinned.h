@@ -21,7 +21,7 @@ inline bool can_pin() {
   return can;
 }
 
-// Of small host tensors that `device` copies to or from: pinned where that helps and can be.
+// Options for small host tensors that `device` copies to or from: pinned where that helps and is possible.
 inline at::TensorOptions host_options(const c10::Device& device) {
   return at::TensorOptions().device(at::kCPU).pinned_memory(!device.is_cpu() && !device.is_meta() && can_pin());
 }

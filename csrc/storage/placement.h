@@ -25,7 +25,8 @@ struct Placement {
   bool pinned = false;            // host memory that a device copies from and to by itself
   double host_share = 1.0;        // of the elements, in whole blocks from the first on: they rest at `rest`
   std::string folder;             // of kFile: it exists
-  // Of the elements, in whole blocks from the first on: they rest in files, and `host_share` counts from there on.
+  // Share of the elements, in whole blocks from the first on, that rests in files; and `host_share` counts from there
+  // on.
   double file_share = 0.0;
 
   bool in_files() const { return rest == Medium::kFile || work == Medium::kFile || file_share > 0.0; }

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 #include "plan/range.h"
 #include "storage/failure.h"
 #include "storage/fence.h"

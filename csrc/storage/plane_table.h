@@ -36,7 +36,7 @@ class PlaneTable {
   void open_parts(StorageLock::Held& lock, Plane& plane, const Placement& placement, std::vector<PlanePart>& parts);
   void close_parts(Plane& plane, std::vector<PlanePart>& parts);
 
-  // Of a medium and a user (-1: any), taken out of its plane. Null: there is none.
+  // Takes the oldest prefetched copy in a medium, of a user (-1: any), out of its plane. Null: there is none.
   StagingPtr take_oldest_prefetched(Medium medium, int32_t user) const;
 
  private:

@@ -21,7 +21,7 @@
 #include "base/error.h"
 #include "base/ranges.h"
 #include "io/descriptor.h"
-#include "io/own_folder.h"
+#include "io/folders/own_folder.h"
 #include "storage/shard_storage.h"
 #include "storage/tier.h"
 #include "storage/waited.h"
@@ -197,7 +197,7 @@ double known_update_rate(const std::string& folder, c10::Device device, const Pl
 int known_threads(const std::string& folder, int most) {
   if (most <= 1) return 1;
   const std::string name = host_name() + "-threads-of-" + std::to_string(most) + ".rate";
-  const auto [threads, rate] = kept(folder, name, "threads copy so many bytes per second", [&] {
+  const auto [threads, rate] = kept(folder, name, "bytes per second that threads copy", [&] {
     std::map<int, double> rates;
     for (int count = 1; count < 2 * most; count *= 2) rates[std::min(count, most)] = copy_rate(std::min(count, most));
     double best = 0;

@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "base/step_clock.h"
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 #include "plan/range.h"
 #include "storage/file_access.h"
 #include "storage/placement.h"
@@ -51,10 +51,10 @@ struct ScratchUser {
 
 // Options of a plane.
 struct PlaneExtras {
-  // Of peers, or of somebody else's tensor, flat and as long as the plane: where it rests now, on the device or on the
-  // host, whole.
+  // Memory that exists already (shared with peers, or a tensor of another owner), flat and as long as the plane. The
+  // whole plane rests there, on the device or on the host.
   at::Tensor memory{};
-  // Of blocks that rest in files: each has a file of its own, below the placement's folder; folders in between are
+  // Names of the files of blocks that rest in files: one each, below the placement's folder; folders in between are
   // made. Where another plane has that file, a number is added. As many as blocks, or none.
   std::vector<std::string> block_files{};
   std::shared_ptr<io::RunFolder> folder{};  // for as long as a block may rest in a file
@@ -165,7 +165,7 @@ class ShardStorage {
   // Transfers of blocks are recorded from now on, or no longer; those that ended since the last take.
   void record_copies(bool on);
   std::vector<CopyRecord> take_copies();
-  // Of the engine that this is the memory of.
+  // The clock of the engine whose memory this is.
   const StepClockPtr& clock() const;
   c10::Device device() const;
 

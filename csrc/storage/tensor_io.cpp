@@ -8,8 +8,8 @@
 
 #include "base/error.h"
 #include "base/sizes.h"
-#include "io/aligned_pool.h"
-#include "io/host_memory.h"
+#include "io/memory/aligned_pool.h"
+#include "io/memory/host_memory.h"
 #include "storage/fence.h"
 #include "storage/flat_view.h"
 
@@ -80,7 +80,7 @@ io::Span part_of(const io::Span& span, uint64_t begin, uint64_t bytes) {
 }
 
 void check(const at::Tensor& tensor) {
-  if (!tensor.defined()) fail(ErrorKind::kValue, "the buffer is no tensor");
+  if (!tensor.defined()) fail(ErrorKind::kValue, "the buffer is not a tensor");
   if (tensor.layout() != at::kStrided || tensor.is_meta()) {
     fail(ErrorKind::kValue, "a buffer of files is a dense tensor with elements, got one that is ", tensor.layout(),
          " on ", tensor.device(), ": make it dense (to_dense()) or give it memory");

@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
-#include "io/cufile.h"
+#include "io/async/cufile.h"
 #include "io/files.h"
-#include "io/locked_pool.h"
-#include "io/transfer_queue.h"
+#include "io/memory/locked_pool.h"
+#include "io/async/transfer_queue.h"
 
 namespace ds::storage {
 
@@ -59,7 +59,7 @@ class TensorIo {
   bool free_locked(const at::Tensor& tensor);  // false: it is not from the pool
   bool is_pinned(const at::Tensor& tensor) const;
 
-  // Of a device, registered with cuFile.
+  // Memory of a device, registered with cuFile.
   at::Tensor new_device(int64_t numel, const at::Tensor& example);
   bool pin_device(const at::Tensor& tensor);
   bool unpin_device(const at::Tensor& tensor);

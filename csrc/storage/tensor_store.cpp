@@ -86,7 +86,7 @@ int64_t TensorStore::put(const at::Tensor& tensor) {
   return next_++;
 }
 
-// Of a tensor that comes back: after all that are on their way.
+// Finds a tensor that comes back, behind all tensors that are on their way.
 TensorStore::Waiting TensorStore::find(int64_t number) {
   const auto guard = locked(lock_);
   end_copies(0);

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 #include "storage/file_access.h"
 #include "storage/placement.h"
 #include "storage/usage.h"

@@ -15,14 +15,13 @@ struct MediumUsage {
   int64_t peak = 0;          // the most of all four together
   int64_t peak_scratch = 0;  // the most of scratch and idle together
   int64_t over_budget = 0;   // times that more than the budget was granted
-  // Of what rests here: bytes copied for leases and back, the time that took, and the time for which somebody who
-  // acquired a lease waited for it.
+  // Planes of this tier: bytes fetched and written back, the time of these copies, and the time that acquire() waited.
   int64_t read_bytes = 0, written_bytes = 0;
   double read_seconds = 0, write_seconds = 0, waited_seconds = 0;
   int64_t total() const { return resting + staged + scratch + idle; }
 };
 
-// Of one user of scratch in one medium.
+// Figures of one user of scratch in one medium.
 struct ScratchUsage {
   int64_t lent = 0, idle = 0, peak = 0;  // bytes, copies of its planes among them; the most of both together
 };

@@ -21,8 +21,8 @@ namespace ds::zero {
 DType kernel_dtype(at::ScalarType type, const char* what);
 bool has_kernel_dtype(at::ScalarType type);
 
-// What a rank says when ranks have failed: with its own failure, `own`, if it is one of them. `ranks`: how many of the
-// data-parallel ones, and the sum of rank + 1.
+// The message of a rank when ranks have failed; it contains the rank's own failure, `own`, if it is one of them.
+// `ranks`: the number of failed data-parallel ranks, and the sum of their rank + 1.
 template <typename Number>
 std::string failure_text(const std::string& own, const Number* ranks, int rank) {
   if (!own.empty()) return "[rank " + std::to_string(rank) + "] " + own + ".";
@@ -116,7 +116,7 @@ class DeviceContext {
   std::optional<c10::Event> posted_;
 };
 
-// How many ranks have failed, and the sum of rank + 1: of this one alone.
+// This rank's share of the number of failed ranks and of the sum of their rank + 1.
 inline std::array<float, 2> failed_rank(const DeviceContext& device, int rank) {
   return device.failed() ? std::array<float, 2>{1.0f, static_cast<float>(rank + 1)} : std::array<float, 2>{};
 }

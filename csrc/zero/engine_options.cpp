@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "base/ranges.h"
 #include "config/resolver.h"
-#include "io/swap_files.h"
+#include "io/folders/swap_files.h"
 #include "storage/rates.h"
 
 namespace ds::zero {
@@ -111,7 +111,7 @@ void place_states(const config::Config& config, int job_rank, EngineOptions& opt
   const bool steps_tensors = contains(options.rules, nullptr);
   if (placement.rest == storage::Medium::kFile && steps_tensors) {
     // An optimizer that is not native updates tensors: masters and gradients stay in memory, and its own states go to
-    // files between steps (python/deepspeed/zero/optimizers/states_in_files.py).
+    // files between steps (python/deepspeed/zero/states/states_in_files.py).
     placement.rest = storage::Medium::kHost;
     placement.host_share = 1.0;
   }

@@ -11,10 +11,10 @@ enum class Cut { kWhole, kShard };
 // cut by itself.
 enum class Layout { kFlat, kPerParam };
 
-// When gradients are summed over the ranks: at the end of a step's last micro-step, or of every one.
+// The time at which gradients are summed over the ranks: at the end of a step's last micro-step, or of every one.
 enum class ReduceAt { kBoundary, kMicroStep };
 
-// When the parameters that the model computes with are gathered from their shards.
+// The time at which the parameters that the model computes with are gathered from their shards.
 enum class GatherAt { kNever, kAfterStep, kOnUse };
 
 // The files of a checkpoint in the published layout.

@@ -74,7 +74,8 @@ class Corpus:
 
 
 def cache_folder(root):
-    """Where the corpus of this machine's Python is cached: the name changes with the files and with this code."""
+    """The file in which the corpus of this machine's Python is cached: the name changes with the files and with this
+    code."""
     folder, paths = corpus_files()
     key = hashlib.sha256()
     for path in paths:

@@ -1,4 +1,4 @@
-"""What rank 0 shows: a live bar on a terminal, plain lines elsewhere (a log file, a pipe)."""
+"""The display of rank 0: a live bar on a terminal, plain lines elsewhere (a log file, a pipe)."""
 
 import collections
 import math

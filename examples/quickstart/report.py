@@ -1,4 +1,4 @@
-"""What a run leaves behind besides its checkpoint: metrics.csv, sample.txt and loss.png."""
+"""Files that a run writes besides its checkpoint: metrics.csv, sample.txt and loss.png."""
 
 import csv
 import os

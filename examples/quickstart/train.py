@@ -93,7 +93,7 @@ def wants_resume(args, done, total):
 
 
 def memory_bytes(device):
-    """What this rank holds now: device memory on a GPU, else resident memory."""
+    """Memory of this rank now: device memory on a GPU, else resident memory."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 

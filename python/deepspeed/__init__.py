@@ -57,7 +57,7 @@ _CONSTANTS = {
     "dist": None,
     "HAS_TRITON": False,
 }
-# What is still to be built -> its names. A row goes when the feature comes.
+# Names that are published and not built yet, by module. A row goes when the feature comes.
 _LATER = {
     "inference": ("replace_transformer_layer", "revert_transformer_layer"),
     "tensor parallelism": ("tp_model_init", "set_autotp_mode"),

@@ -23,5 +23,5 @@ def _timeout_from_environment():
     return timedelta(minutes=minutes)
 
 
-# How long a collective may wait for the other ranks before it fails.
+# The longest time that a collective waits for the other ranks before it fails.
 default_pg_timeout = _timeout_from_environment()

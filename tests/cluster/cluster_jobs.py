@@ -127,7 +127,7 @@ def ended(job, timeout=90):
 
 
 def places(out):
-    """What the ranks of INIT said, in order: host, rank, local rank, world, address."""
+    """The words of the ranks of INIT, in order: host, rank, local rank, world, address."""
     found = re.findall(r"place (\S+) (\d+) (\d+) (\d+) (\S+)", out)
     return sorted(map(list, found), key=lambda place: int(place[1]))
 

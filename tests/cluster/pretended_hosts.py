@@ -36,12 +36,12 @@ def why_not():
 
 
 def _tag(pid):
-    # How the namespaces begin that this process makes.
+    # The beginning of the names of namespaces that this process makes.
     return f"dsc{pid}"
 
 
 def remove(pid, folder):
-    """What lies on the disk of the hosts that the process ``pid`` made in ``folder``."""
+    """The files on the disk of the hosts that the process ``pid`` made in ``folder``."""
     for name in (*NAMES, "net"):
         subprocess.run(["ip", "netns", "del", f"{_tag(pid)}-{name}"], capture_output=True)
         shutil.rmtree(f"/etc/netns/{_tag(pid)}-{name}", ignore_errors=True)
@@ -204,7 +204,7 @@ class PretendedHosts:
         os.kill(min(pid for pid, line in self._commands(name) if word in line), signal.SIGKILL)
 
     def left(self, name):
-        """What lies in the /dev/shm and the /tmp of a host, beside the cache that torch 2 keeps there."""
+        """The files in the /dev/shm and the /tmp of a host, beside the cache that torch 2 keeps there."""
         root = f"/proc/{self._first(name)}/root"
         found = [f"{place}/{one}" for place in ("/dev/shm", "/tmp") for one in os.listdir(root + place)]
         return [one for one in found if not one.startswith("/tmp/torchinductor_")]

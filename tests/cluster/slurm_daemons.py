@@ -39,7 +39,7 @@ class SlurmDaemons:
         wait_until(lambda: set(self.said("sinfo", "-h", "-o", "%T").split()) == {"idle"}, "the nodes are not idle", 30)
 
     def said(self, *command, **more):
-        """What one of Slurm's programs says on the head."""
+        """The output of one of Slurm's programs on the head."""
         variables = {**os.environ, **more, "SLURM_CONF": self.conf}
         return subprocess.run(self._cluster.on_head(*command), capture_output=True, text=True, env=variables).stdout
 

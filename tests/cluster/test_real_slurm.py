@@ -1,4 +1,4 @@
-"""What docs/tutorials/slurm.md says, by Slurm itself: batch scripts, srun without a launcher, announced ends."""
+"""Real Slurm does what docs/tutorials/slurm.md says: batch scripts, srun without a launcher, announced ends."""
 
 import os
 import pathlib

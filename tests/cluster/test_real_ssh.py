@@ -48,8 +48,8 @@ def test_a_cable_that_is_cut(cluster, launcher, folder):
 
 @pytest.mark.parametrize("lost, how, world", [("h2", "cable", "2"), ("h1", "agent", "1")])
 def test_an_elastic_run_goes_on_from_the_memory_of_the_other_host(cluster, folder, lost, how, world):
-    """What the lost host had in its own /dev/shm has come to the other one over the network. Any host may be lost,
-    that of rank 0, too: the head, where the job was started, is on none of them."""
+    """The files that the lost host had in its own /dev/shm have come to the other one over the network. Any host may be
+    lost, that of rank 0, too: the head, where the job was started, is on none of them."""
     job = start(cluster, "ssh", GOES_ON, "--elastic_training", DS_ELASTIC_RETRY_S="600")
     wait_for(lambda: all(os.path.exists(f"here{rank}") for rank in range(3)), 60)
     if how == "cable":

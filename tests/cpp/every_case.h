@@ -15,7 +15,8 @@ inline bool every_case() {
   return asked && std::string(asked) != "" && std::string(asked) != "0";
 }
 
-// How many random cases a test tries: what `variable` says, else `all` in `make test-all` and `some` in `make test`.
+// The number of random cases that a test tries: what `variable` says, else `all` in `make test-all` and `some` in `make
+// test`.
 inline int cases_of(const char* variable, int all, int some) {
   const char* asked = std::getenv(variable);
   return asked ? std::atoi(asked) : every_case() ? all : some;

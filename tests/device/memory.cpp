@@ -369,7 +369,7 @@ c10::DataPtr allocate_pinned(size_t bytes) {
   return {address, address, &release_pinned, c10::Device(c10::DeviceType::CPU)};
 }
 
-// Of the functions allocate() one is torch's: it is const in torch 1.
+// One of the two functions allocate() is torch's, which is const in torch 1.
 template <c10::DataPtr (*kAllocate)(size_t), void (*kRelease)(void*)>
 class AllocatorOf final : public c10::Allocator {
  public:

@@ -68,7 +68,7 @@ at::Tensor view_of(const at::Tensor& base, const at::Tensor& meta) {
   return view;
 }
 
-// What an operation of the CPU has returned goes into the tensors that were made for it.
+// The results of an operation of the CPU go into the tensors that were made for it.
 void keep(const Stack& returned, const std::vector<at::Tensor>& outputs, const c10::FunctionSchema& schema) {
   size_t next = 0;
   for (size_t i = 0; i < returned.size(); ++i) {
@@ -187,7 +187,7 @@ class Call {
     return stack;
   }
 
-  // What the call returns, where the Meta kernel knows. Outputs that were given get their sizes.
+  // The results of the call, where the Meta kernel knows them. Outputs that were given get their sizes.
   c10::optional<Stack> infer() {
     if (has_outputs())
       return Stack(arguments_.end() - static_cast<ptrdiff_t>(schema_.returns().size()), arguments_.end());

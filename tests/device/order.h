@@ -26,8 +26,8 @@ class Clock {
 std::shared_ptr<void> python_frames();  // null where torch cannot tell
 std::string text_of_python(void* frames);
 
-// Where a call came from. Frames of Python are taken with DS_STANDIN_STACKS=python only: taking them waits for the GIL,
-// which a thread that holds a lock of the library must not do.
+// The frames from which a call came. Frames of Python are taken with DS_STANDIN_STACKS=python only: taking them waits
+// for the GIL, which a thread that holds a lock of the library must not do.
 class Stack {
  public:
   static Stack here();

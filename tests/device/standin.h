@@ -9,7 +9,7 @@ extern "C" {
 // Queues a kernel with pointers that tensors carry. What it touches is found out while it runs.
 // Gives null, or what is wrong with the launch.
 const char* standin_launch(void* stream, const char* name, void (*kernel)(void*), void* context);
-// What goes wrong in a library at work: the next wait of the host for the stream throws it.
+// A failure in a library at work: the next wait of the host for the stream throws it.
 void standin_fail(const char* what);
 
 void standin_choose(uint64_t seed, int lazy);

@@ -38,7 +38,7 @@ def supported():
 
 
 def library_path():
-    """Where CMake puts the library for this Python and torch; DS_STANDIN_LIBRARY names another."""
+    """The path at which CMake puts the library for this Python and torch; DS_STANDIN_LIBRARY names another."""
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__.split('+')[0]}"
     return os.environ.get("DS_STANDIN_LIBRARY") or os.path.join(ROOT, "build", tag, "bin", "libstandin.so")
 
@@ -64,7 +64,7 @@ def load():
 
 
 def choose(seed=0, lazy=False):
-    """How operations that are queued from now on are put off."""
+    """Sets the delay of operations that are queued from now on."""
     load().standin_choose(seed, int(lazy))
 
 
@@ -92,7 +92,7 @@ def leave_out(kind, number):
 
 
 def waits(kind):
-    """How many calls of the kind there have been since ``leave_out``."""
+    """The number of calls of the kind since ``leave_out``."""
     return load().standin_waits(WAITS.index(kind))
 
 

@@ -68,7 +68,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   at::Device getDeviceFromPtr(void* address) const override {
     for (c10::DeviceIndex device = 0; device < kDevices; ++device)
       if (device_memory(device).mapping.holds(address)) return {c10::kPrivateUse1, device};
-    TORCH_CHECK(false, address, " is no memory of a stand-in device");
+    TORCH_CHECK(false, address, " is not memory of a stand-in device");
   }
   bool isPinnedPtr(const void* address) const override { return pinned_memory().mapping.holds(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }

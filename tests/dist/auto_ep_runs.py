@@ -22,7 +22,7 @@ def batch(step, rank, tokens=8):
 
 
 def frozen_model_of(family, **more):
-    """Whose experts are not trained."""
+    """A model whose experts are not trained."""
     model = model_of(family, **more)
     for name, param in model.named_parameters():
         param.requires_grad_(".experts." not in name)

@@ -45,8 +45,8 @@ GRACE_AFTER_FAILURE_S = 2.0  # the other ranks may be about to report the more t
 
 
 class RankError(RuntimeError):
-    """What went wrong on which rank, with the ranks' tracebacks. The cause of what run_ranks raises, or raised itself
-    when a rank died or its exception cannot be pickled."""
+    """The errors of each rank, with the ranks' tracebacks. The cause of what run_ranks raises, or raised itself when a
+    rank died or its exception cannot be pickled."""
 
 
 class RankTimeout(TimeoutError):
@@ -178,7 +178,7 @@ def shutdown():
 
 
 def _reference(fn):
-    """Where the ranks find `fn`: (module name, file, qualified name)."""
+    """The place where the ranks find `fn`: (module name, file, qualified name)."""
     qualname = fn.__qualname__
     if "<locals>" in qualname or "<lambda>" in qualname:
         raise TypeError(
@@ -289,8 +289,8 @@ def _fresh_workers(count):
 
 
 class _Outcome:
-    """What the ranks reported: per rank ("ok", value), ("error", exception or None, text), ("skip", reason),
-    ("died", text) or nothing."""
+    """The reports of the ranks: per rank ("ok", value), ("error", exception or None, text), ("skip", reason), ("died",
+    text) or nothing."""
 
     def __init__(self, world_size):
         self.reports = [None] * world_size

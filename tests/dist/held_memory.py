@@ -1,4 +1,4 @@
-"""What a process holds of the memory that ranks share."""
+"""Memory that a process holds and that ranks share."""
 
 import os
 import time
@@ -20,7 +20,8 @@ def segments():
 
 
 def settled(count, most):
-    """What ``count()`` gives once it is at most ``most``, or after 10 s: a machine that stalls may end threads late."""
+    """The result of ``count()`` once it is at most ``most``, or after 10 s: a machine that stalls may end threads
+    late."""
     end = time.monotonic() + 10
     while (found := count()) > most and time.monotonic() < end:
         time.sleep(0.05)

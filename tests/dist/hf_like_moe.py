@@ -45,7 +45,7 @@ def choose(config, logits, bias=None):
 
 
 class TopKRouter(nn.Module):
-    """Of 5.x: logits first, of which transformers makes losses."""
+    """The router of 5.x: logits first, of which transformers makes losses."""
 
     def __init__(self, config):
         super().__init__()
@@ -62,7 +62,7 @@ class TopKRouter(nn.Module):
 
 
 class MoEGate(TopKRouter):
-    """Of DeepSeek in 4.x."""
+    """The router of DeepSeek in 4.x."""
 
     def forward(self, x):
         _, weights, chosen = super().forward(x)
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
 
 class MoeBlock(nn.Module):
-    """What the families have in common: ``routed`` gives weights and experts of tokens."""
+    """The part that the families have in common: ``routed`` gives weights and experts of tokens."""
 
     def __init__(self, config, listed):
         super().__init__()

@@ -117,7 +117,7 @@ def build_late_reads(folder):
 
 
 class LateReads:
-    """``late``: so many of the next reads of files."""
+    """``late``: the number of next reads of files that are late."""
 
     def __init__(self):
         self._count = ctypes.c_int.in_dll(ctypes.CDLL(None), "late_reads")

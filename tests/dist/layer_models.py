@@ -82,7 +82,7 @@ def batch_of(step, rows=2, length=LENGTH, words=WORDS, first=0):
 
 
 def loss_of(model, batch):
-    """Of the next word."""
+    """The loss of the next word."""
     found = model(batch)
     return nn.functional.cross_entropy(found[:, :-1].flatten(0, 1), beside(found, batch)[:, 1:].flatten())
 

@@ -132,7 +132,7 @@ def fill_net(net, wg, experts, mlp, coefficient):
 
 
 def plain_name(name, first):
-    """What ``Plain`` calls a parameter of ``MoE`` on the rank whose first expert is ``first``."""
+    """The name by which ``Plain`` calls a parameter of ``MoE`` on the rank whose first expert is ``first``."""
     name = name.replace("deepspeed_moe.gate.", "").replace("deepspeed_moe.experts.deepspeed_experts", "experts")
     parts = name.split(".")
     if "experts" in parts:

@@ -18,7 +18,7 @@ class Mpu:
 
 
 def two_by_two(rank):
-    """Of rank ``rank`` of four: two data-parallel ranks times two that share a model; all of them call it."""
+    """The mpu of rank ``rank`` of four: two data-parallel ranks times two that share a model; all of them call it."""
     data, model, pairs = ((0, 2), (1, 3)), ((0, 1), (2, 3)), {}
     for ranks in (*data, *model):
         pairs[ranks] = dist.new_group(list(ranks))

@@ -82,8 +82,8 @@ def backward_of(case, net, module, x, engine=None, scale=1.0):
 
 
 def may_be_refused(case):
-    """Where a clear error is right: at stage 3 weights are not there outside of modules, and with fp16 only what comes
-    through outputs gets the loss scale."""
+    """Cases in which a clear error is right: at stage 3 weights are not there outside of modules, and with fp16 only
+    what comes through outputs gets the loss scale."""
     terms = set(case["terms"])
     released = case["stage"] == 3 and case["persist"] == 0 and terms & {"penalty", "returned", "weight gradient", "kept"}
     unscaled = case["dtype"] == "fp16" and case["end"] != "engine" and terms - {"output", "twice"}
@@ -91,7 +91,7 @@ def may_be_refused(case):
 
 
 def run_case(rank, world, case):
-    """What is wrong with the case, or None."""
+    """The reason why the case is wrong, or None."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case["dtype"]]
     plain = seeded(make_net, seed=case["seed"]).to(dtype)
     masters = [p.detach().float().clone() for p in plain.parameters()]

@@ -285,7 +285,7 @@ class Run:
         return name, self.params[name], 0.5 + (number % 7) / 8, (number % 5 - 2) / 8
 
     def gathered(self, params):
-        """Where the user may write: at stage 3 inside the context."""
+        """The place where the user may write: at stage 3 inside the context."""
         params = params if self.sharded else []
         return deepspeed.zero.GatheredParameters(params, modifier_rank=0 if params else None)
 

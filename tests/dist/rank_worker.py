@@ -166,7 +166,7 @@ def _arm_fault():
 
 
 class _Noted:
-    """What engines have made that outlives those of sharded models, and holds process groups."""
+    """Objects of engines that outlive those of sharded models, and hold process groups."""
 
     def __init__(self):
         self.communicators = weakref.WeakSet()  # each is held for as long as its owner lives
@@ -264,7 +264,8 @@ def _code(path):
 
 
 def _preload():
-    """What every engine needs: a rank that is forked for one test would import it for longer than the test takes."""
+    """Modules that every engine needs: a rank that is forked for one test would import it for longer than the test
+    takes."""
     try:
         deepspeed = importlib.import_module("deepspeed")
         for name in ("initialize", "zero", "comm", "checkpointing"):

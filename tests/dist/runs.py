@@ -179,7 +179,7 @@ def total(group, value):
 
 
 def together(*values):
-    """What all ranks bring, in the order of the ranks: a value of each, or a tuple."""
+    """The values of all ranks, in the order of the ranks: a value of each, or a tuple."""
     found = [None] * deepspeed.comm.get_world_size()
     deepspeed.comm.all_gather_object(found, values if len(values) > 1 else values[0])
     return found

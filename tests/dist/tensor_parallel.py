@@ -1,4 +1,4 @@
-"""What layers that are sliced over ranks need of autograd. ``group`` None: all ranks."""
+"""Autograd functions for layers that are sliced over ranks. ``group`` None: all ranks."""
 
 import torch
 

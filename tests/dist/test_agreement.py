@@ -1,4 +1,4 @@
-"""What all ranks must have alike: configurations at ``deepspeed.initialize``, and what scripts change later."""
+"""Values that all ranks must have alike: configurations at ``deepspeed.initialize``, and what scripts change later."""
 
 import tempfile
 

@@ -207,7 +207,7 @@ def test_a_layer_computes_what_the_models_own_does(family, form, dtype):
 
 
 def recorded(model):
-    """What routers give out in a forward, as transformers listens."""
+    """The outputs of routers in a forward, as transformers listens."""
     seen = []
     for module in model.modules():
         if isinstance(module, TopKRouter):
@@ -227,7 +227,7 @@ def test_logits_are_where_transformers_records_them():
 
 
 class OfProbs(TopKRouter):
-    """Of 5.0: what it calls logits has been through the softmax."""
+    """A router of 5.0: what it calls logits has been through the softmax."""
 
     def forward(self, x):
         logits, weights, chosen = super().forward(x)
@@ -247,14 +247,14 @@ def test_what_a_router_records_is_asked_of_it():
 
 
 class OfTwo(TopKRouter):
-    """What its owner asks with one more argument."""
+    """A router that its owner calls with one more argument."""
 
     def forward(self, x, tokens):
         return super().forward(x)
 
 
 class OfRows(TopKRouter):
-    """Of [tokens, width] alone."""
+    """A router that takes [tokens, width] alone."""
 
     def forward(self, x):
         tokens, width = x.shape
@@ -369,7 +369,7 @@ def test_what_cannot_be_replaced():
     [
         ({"load_balance_coeff": 0.1}, "load_balance_coeff: 0.1"),
         ({"validate_folding_routing": "x"}, "neither true nor false"),
-        ({"autoep_size": 0}, "autoep_size: 0 is no number of at least 1"),
+        ({"autoep_size": 0}, "autoep_size: 0 is not a number of at least 1"),
         ({"preset_model": "llama"}, "preset_model: 'llama' is none of None, mixtral"),
         ({"score_func": "tanh"}, "score_func: 'tanh'"),
     ],

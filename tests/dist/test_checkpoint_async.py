@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint.engines.built_in import AsyncCheckpointEngine, DataStatesCheckpointEngine
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import background, file_writer
+from deepspeed.checkpoint.write import background, file_writer, verify
 from deepspeed.checkpoint.write.background import SnapshotSave
 from engine_models import after_steps, net_engine, train_engine
 from harness import RankError, on_ranks, run_ranks

@@ -1,4 +1,4 @@
-"""What raises on one rank while a checkpoint is collected or loaded is an error on all ranks, which names the rank; no
+"""An error of one rank while a checkpoint is collected or loaded is an error on all ranks, which names the rank; no
 rank waits for the others, and no hidden folder is left."""
 
 import os
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.checkpoint.write import background, save
+from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.write import background
 from engine_models import config, loss_on, make_net
 from harness import on_ranks
 from runs import engine_of, raised, take_step, together

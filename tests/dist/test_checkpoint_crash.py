@@ -7,8 +7,8 @@ import torch
 
 import deepspeed
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import cli, verify
-from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.read import cli
+from deepspeed.checkpoint.write import file_writer, verify
 from engine_models import saving_engine
 from harness import on_ranks, run_ranks
 from refusals import refused

@@ -1,4 +1,4 @@
-"""What load_checkpoint loads and what it leaves, at every stage; what does not fit is named."""
+"""The values that load_checkpoint loads and those that it leaves, at every stage; values that do not fit are named."""
 
 import os
 from unittest import mock
@@ -9,8 +9,7 @@ import torch
 import deepspeed
 import peer_model
 from deepspeed import comm as dist
-from deepspeed.checkpoint.layouts import saved_state
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import saved_state, storage
 from deepspeed.utils import safe_get_full_optimizer_state
 from harness import on_ranks, run_ranks
 from models import seeded
@@ -160,7 +159,7 @@ def test_frozen_weights_strictness_and_what_does_not_fit(rank, world, stage, fol
 
 
 def exchanges():
-    """How often ranks have exchanged partitions, out of what is remembered of this rank's collectives."""
+    """Number of times that ranks have exchanged partitions, out of what is remembered of this rank's collectives."""
     return sum(flight["tag"] == "a partition of a checkpoint" for flight in dist.flight_record())
 
 

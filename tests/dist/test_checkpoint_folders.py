@@ -1,4 +1,4 @@
-"""Where a checkpoint goes: tags that are none, symbolic links, file systems that cannot rename, several writers."""
+"""The folder of a checkpoint: tags that are none, symbolic links, file systems that cannot rename, several writers."""
 
 import argparse
 import contextlib
@@ -13,8 +13,7 @@ import torch
 
 import deepspeed
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import background, file_writer
+from deepspeed.checkpoint.write import background, file_writer, verify
 from deepspeed.zero.optimizers.restore import Restore
 from engine_models import loss_on, make_net, saving_engine
 from harness import on_ranks, run_ranks

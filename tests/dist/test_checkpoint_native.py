@@ -17,8 +17,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert import export
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_native import NotPlain
-from deepspeed.checkpoint.read import cli, verify
-from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.read import cli
+from deepspeed.checkpoint.write import file_writer, verify
 from deepspeed.formats.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net, net_engine
 from harness import RankError, on_ranks, run_ranks

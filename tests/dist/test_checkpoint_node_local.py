@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import verify
 from engine_models import loss_on, net_engine
 from harness import on_ranks
 from runs import together, train

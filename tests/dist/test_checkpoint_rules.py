@@ -1,5 +1,5 @@
-"""What a load may leave behind and what it takes: accumulation windows, the configuration's options, and loads that
-fail, after which everything is as it was."""
+"""The rules of a load: accumulation windows, the configuration's options, and loads that fail, after which everything
+is as it was."""
 
 import os
 import pathlib
@@ -157,7 +157,7 @@ def test_the_configuration_wins_over_what_was_saved(rank, world, folder):
             found = value(other)
             assert (list(found) if isinstance(wanted, list) else found) == wanted, (stage, name, found)
             train(other, 1)
-        # What the configuration says as it did then goes on as it was saved.
+        # Values that the configuration has not changed go on as they were saved.
         for change in ({}, with_params(weight_decay=0.5)):
             other = load_into(make_configured(stage, seed=5, **change), place, tag="by hand")
             assert group("lr")(other) == 0.007, (stage, change)

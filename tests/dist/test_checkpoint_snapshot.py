@@ -1,4 +1,4 @@
-"""What changes an engine's states waits while a checkpoint copies them."""
+"""Calls that change an engine's states wait while a checkpoint copies them."""
 
 import threading
 import time
@@ -9,8 +9,8 @@ import torch
 
 import deepspeed
 from deepspeed.checkpoint.engines.built_in import AsyncCheckpointEngine
+from deepspeed.checkpoint.save.contents import HeldStates
 from deepspeed.checkpoint.write import snapshot as snapshots
-from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,

@@ -231,7 +231,7 @@ def test_what_is_not_there_is_said(rank, world, folder):
     engine = make_engine(world, 2, {}, checkpoint={"load_universal": True})
     for tag, words in (
         (None, ("latest_universal", "ds_to_universal")),
-        ("t", ("no universal checkpoint", "load_universal")),
+        ("t", ("not a universal checkpoint", "load_universal")),
     ):
         error = refused(ValueError, None, engine.load_checkpoint, folder, tag=tag)
         assert all(word in str(error) for word in words)

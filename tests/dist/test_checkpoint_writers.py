@@ -1,4 +1,4 @@
-"""Which engine writes a checkpoint, and that every one of them writes what load_checkpoint reads."""
+"""The choice of the engine that writes a checkpoint; load_checkpoint reads the files of each."""
 
 import os
 from importlib import metadata
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint.engines import ENGINES
 from deepspeed.checkpoint.engines.base import engine_name, make_engine
-from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import verify
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.registry import UnknownNameError
 from deepspeed.runtime.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine

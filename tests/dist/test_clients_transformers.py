@@ -30,7 +30,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def config_of(stage, optimizer):
-    """What users write: every number that the trainer knows is a blank."""
+    """The configuration that users write: every number that the trainer knows is a blank."""
     names = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"]
     zero = {"stage": stage, "reduce_bucket_size": "auto"}
     if stage == 3:

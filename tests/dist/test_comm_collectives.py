@@ -18,12 +18,12 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES = FLOATS + INTEGERS + [torch.bool]
 WORLDS = [1, 2, 3]
-# Of groups that torch makes, and of those that deepspeed.comm makes, which have memory beside them.
+# Groups that torch makes, and those that deepspeed.comm makes, which have memory beside them.
 BOTH = pytest.mark.parametrize("init", ["gloo", True], ids=["gloo", "memory"])
 
 
 def values(rank, shape, dtype):
-    """What a rank contributes: small numbers, exact in every dtype, different for each rank and element."""
+    """The contribution of a rank: small numbers, exact in every dtype, different for each rank and element."""
     return ((torch.arange(torch.Size(shape).numel()) * 3 + rank * 2 + 1) % 5).reshape(shape).to(dtype)
 
 

@@ -20,7 +20,7 @@ TOTAL, BOTH_ROWS = sum(ROWS), torch.cat(ROWS)
 
 
 class Given:
-    """What a rank brings: tensors to send, and tensors to receive into."""
+    """The tensors of a rank: tensors to send, and tensors to receive into."""
 
     def __init__(self, rank):
         self.rank, self.root = rank, rank == 0

@@ -1,4 +1,4 @@
-"""How the ranks of an ``NcclCommunicator`` come together through a torch group, and how they do not."""
+"""The ranks of an ``NcclCommunicator`` come together through a torch group, or are told why they cannot."""
 
 import os
 import threading

@@ -229,7 +229,7 @@ def test_gloo_beside_it_may_let_go_of_tensors_while_the_group_ends(rank, world):
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 @pytest.fixture(autouse=True)
 def traces(tmp_path, monkeypatch):
-    """Where the ranks write their flight records."""
+    """The folder into which the ranks write their flight records."""
     monkeypatch.setenv("DS_COMM_TRACE_DIR", str(tmp_path))
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""What an engine says about its configuration when it starts: rank 0, once, and only what is no default."""
+"""The lines of an engine about its configuration when it starts: rank 0, once, and only what is no default."""
 
 from unittest import mock
 

@@ -47,7 +47,7 @@ class Answers(torch.nn.Linear):
 
 
 def objects():
-    """Of each class of the list one that has trained."""
+    """One object of each class of the list, which has trained."""
     pipeline = models.engine_of("plain", 1, 1, 2)
     pipeline.train_batch(models.batches("plain", 1, 2, 0))
     stage3 = engine_at(3)

@@ -17,7 +17,7 @@ LAYERS, LENGTH, STEP, LAST = 4, 12, 4, 8
 
 
 def mask_of(number):
-    """Of a sample, which has 1 to 12 tokens."""
+    """The length of a sample, which has 1 to 12 tokens."""
     return (torch.arange(LENGTH) < 1 + number * 7 % LENGTH).long()
 
 

@@ -207,7 +207,7 @@ def test_callbacks(rank, world, folder):
     for _ in range(5):
         next(loader)
     assert seen == [14, 14, 16, 16, 18, 18]
-    refused(ValueError, "'width' is no metric of the curriculum", engine.set_custom_curriculum_learning_schedule,
+    refused(ValueError, "'width' is not a metric of the curriculum", engine.set_custom_curriculum_learning_schedule,
             {"width": len})  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What users get wrong: one paragraph that names the thing and the fix, at once, on every rank."""
+"""Mistakes of users: one paragraph that names the thing and the fix, at once, on every rank."""
 
 import argparse
 import pathlib

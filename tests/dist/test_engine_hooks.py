@@ -24,7 +24,7 @@ KINDS = [("plain", 0, 1, {}), ("plain", 2, MICRO, {}), ("plain", 3, 1, OFFLOADED
 
 
 def add_part():
-    """What a new file in ``deepspeed/engine/parts`` does."""
+    """A part like that of a new file in ``deepspeed/engine/parts``."""
 
     @engine_parts.add("_told")
     class Told:

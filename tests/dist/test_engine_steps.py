@@ -1,4 +1,4 @@
-"""What a step counts, and the learning-rate schedule that moves with it: skipped steps, steps without a gradient,
+"""The counters of a step, and the learning-rate schedule that moves with it: skipped steps, steps without a gradient,
 schedules that want an argument, schedules that raise."""
 
 import copy

@@ -46,7 +46,7 @@ def add_up(reference, parts, divided_by):
 
 
 def shrink(params):
-    """What scripts do between backward and step: rows without a gradient, and a norm that is bounded."""
+    """Calls of scripts between backward and step: rows without a gradient, and a norm that is bounded."""
     weight = params["first.weight"]
     assert weight.grad is not None
     weight.grad[2:5] = 0

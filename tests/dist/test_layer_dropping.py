@@ -113,7 +113,7 @@ def test_stage_3_does_not_gather_dropped_layers(rank, world):
         engine(batch_of(0))
         layers = sum(param.ds_numel for param in engine.module.h.parameters())
         assert engine.core.gatherer.gathered_elements >= layers // 2
-    # Of a part: as many fewer as layers are dropped.
+    # Layers of a part: as many fewer as are dropped.
     engine, per_layer = engine_with(3, zero={"stage3_max_reuse_distance": 0}), set()
     whole = gathered(engine, batch_of(0))
     for step in range(1, 6):

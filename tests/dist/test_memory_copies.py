@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.checkpoint.write import memory as memory_module
+from deepspeed.checkpoint.save import memory as memory_module
+from deepspeed.checkpoint.save.contents import HeldStates
 from deepspeed.checkpoint.write import snapshot as snapshot_module
-from deepspeed.checkpoint.write.contents import HeldStates
 from engine_models import adam_like, config, loss_on, make_net, train_plain, uses_extra
 from harness import on_ranks, run_ranks
 from memory_hosts import memory_hosts

@@ -1,4 +1,4 @@
-"""What can be counted of experts: whether runs repeat bit by bit, what a rank has, checkpoints at other degrees."""
+"""Countable properties of experts: whether runs repeat bit by bit, what a rank has, checkpoints at other degrees."""
 
 import math
 import os

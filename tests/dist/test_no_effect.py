@@ -123,7 +123,7 @@ _SCANNED = {
     "tensorboard": {"monitor/monitor.py": "enabled", "monitor/tensorboard.py": "job_name output_path"},
     "trace": {"engine/parts/outputs.py": "path", "engine/parts/tracing.py": "steps"},
     "wandb": {"monitor/monitor.py": "enabled", "monitor/wandb.py": "group project team"},
-    "zero_optimization": {"zero/parameters/init_context.py": "override_module_apply"},
+    "zero_optimization": {"zero/init/init_context.py": "override_module_apply"},
 }
 ONLY_SCANNED = {
     f"{section}.{key}": (file, key.rpartition(".")[2])
@@ -131,14 +131,14 @@ ONLY_SCANNED = {
     for file, keys in files.items()
     for key in keys.split()
 }
-# Of attributes with another name than the key.
+# Attributes with another name than the key.
 ONLY_SCANNED["use_data_before_expert_parallelism"] = (
     "engine/parts/expert_layers.py",
     "use_data_before_expert_parallel_",
 )
 ONLY_SCANNED["fp16.auto_cast"] = ("engine/parts/backward.py", "fp16_auto_cast")
 ONLY_SCANNED["data_efficiency.data_sampling.enabled"] = ("engine/parts/dynamic_batching.py", "data_sampling_enabled")
-ONLY_SCANNED["checkpoint.tag_validation"] = ("checkpoint/write/save.py", "checkpoint_tag_validation_enabled")
+ONLY_SCANNED["checkpoint.tag_validation"] = ("checkpoint/save/save.py", "checkpoint_tag_validation_enabled")
 ONLY_SCANNED["monitors"] = ("monitor/monitor.py", "monitors")
 ONLY_SCANNED["data_parallel_size"] = ("config/config.py", "data_parallel_size")
 

@@ -231,7 +231,8 @@ def test_a_folder_that_is_missing_is_made_and_its_drive_named(rank, world, folde
 def test_what_cannot_work_is_refused_with_numbers(rank, world, folder):
     file = os.path.join(folder, "file")
     pathlib.Path(file).touch()
-    refused(NotADirectoryError, "nvme_path.*is no folder", make_engine, world, 3, {"device": "nvme", "nvme_path": file})
+    offload = {"device": "nvme", "nvme_path": file}
+    refused(NotADirectoryError, "nvme_path.*is not a folder", make_engine, world, 3, offload)
     if os.geteuid() != 0:  # who may write everywhere
         os.mkdir(os.path.join(folder, "locked"), 0o555)
         refused(

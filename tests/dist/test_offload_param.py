@@ -192,7 +192,7 @@ def test_parameters_go_where_they_rest_as_they_are_made(rank, world, remote, fol
 @pytest.mark.any_device
 @on_ranks(2, init=True)
 def test_inference_without_an_optimizer(rank, world, folder):
-    # Of weights that are larger than the pages to which copies of files are rounded.
+    # A model of weights that are larger than the pages to which copies of files are rounded.
     model = seeded(lambda: torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)]))
     x = waves(3, 64)
     with torch.no_grad():
@@ -322,7 +322,7 @@ def test_bad_input_is_named_with_what_would_work(rank, world, folder):
 
     pathlib.Path(f"{folder}/file").touch()
     said = error(OSError, nvme(f"{folder}/file"))
-    assert "zero_optimization.offload_param.nvme_path" in said and "is no folder" in said
+    assert "zero_optimization.offload_param.nvme_path" in said and "is not a folder" in said
     said = error(ValueError, nvme(folder, buffer_size=10))
     assert "buffer_size is 10 elements" in said and "set it to at least" in said
     size = int(said.split("set it to at least ")[1].split()[0])

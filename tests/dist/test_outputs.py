@@ -1,4 +1,4 @@
-"""What a run writes besides checkpoints: outputs that share a path, a full disk, secrets, names that are not UTF-8."""
+"""The files of a run besides checkpoints: outputs that share a path, a full disk, secrets, names that are not UTF-8."""
 
 import glob
 import json

@@ -1,4 +1,4 @@
-"""Where micro-batches of a pipeline come from: loaders, evaluations in between, positions in checkpoints."""
+"""The origin of a pipeline's micro-batches: loaders, evaluations in between, positions in checkpoints."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What goes wrong on one stage of a pipeline: all ranks end soon, with one message, and nothing has moved."""
+"""Failures on one stage of a pipeline: all ranks end soon, with one message, and nothing has moved."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a pipeline takes against its plan: layers that sleep, so that more ranks than cores work at once."""
+"""The time of a pipeline against its plan: layers that sleep, so that more ranks than cores work at once."""
 
 import pathlib
 

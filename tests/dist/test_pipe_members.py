@@ -1,4 +1,4 @@
-"""What scripts and clients call of a PipelineEngine: evaluation, data, schedules of their own, precisions."""
+"""Members of a PipelineEngine that scripts and clients call: evaluation, data, schedules of their own, precisions."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""What a pipeline plans to need of memory is what it needs: bytes of the process's allocator while a batch runs."""
+"""A pipeline needs the memory that it plans to need: bytes of the process's allocator while a batch runs."""
 
 import pytest
 import torch

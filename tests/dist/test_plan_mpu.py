@@ -69,7 +69,7 @@ def test_the_plan_of_an_engine_whose_mpu_is_a_module(rank, world):
 @pytest.mark.skipif(not TORCH2, reason="a group of torch 1.13 cannot get another backend")
 @on_ranks(2, init=True)
 def test_an_mpu_that_cannot_be_sent_to_a_new_process(rank, world):
-    """Where torch's autograd works in no forked process."""
+    """On this device torch's autograd does not work in a forked process."""
     group = torch.distributed.group.WORLD
     engine = engine_of(seeded(Sliced, group), settings(1), mpu=Mpu(group))
     take_step(engine, engine(torch.ones(2, WIDTH)).sum())

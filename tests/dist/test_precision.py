@@ -84,7 +84,7 @@ def test_bf16_with_a_torch_optimizer(rank, world):
 @pytest.mark.parametrize("kind, flat", [("Adam", True), ("Lamb", False), ("Lion", False)])
 @on_ranks(1)
 def test_only_adam_is_saved_flat(rank, world, kind, flat):
-    """What published checkpoints hold, and the classes that scripts ask for."""
+    """The contents of published checkpoints, and the classes that scripts ask for."""
     name = "FP16_Optimizer" if flat else "FP16_UnfusedOptimizer"
     made = config(world, 1, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 0.01}})
     engine, wrapped, _, _ = deepspeed.initialize(model=make_net(), config=made)

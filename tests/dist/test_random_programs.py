@@ -77,7 +77,7 @@ def test_programs(part, tmp_path):
         pytest.fail(f"{len(failures)} of {PART} programs fail. Seed {seed}: {text}\n{pprint.pformat(short, width=110)}")
 
 
-# Where ranks read each other's slices in shared memory. On devices a written slice of a parameter that stays gathered is
+# Ranks read each other's slices in shared memory here. On devices a written slice of a parameter that stays gathered is
 # seen after the next step (docs/tutorials/zero-access.md).
 ON_THE_HOST = {"seed 250: a rank that was ahead wrote its slice"}
 

@@ -77,7 +77,7 @@ class Resumed:
         return seen, weights(engine), engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr()
 
     def passed_on(self, engine):
-        """What an earlier load gave, handed to the save, as scripts do."""
+        """The client state of an earlier load, handed to the save, as scripts do."""
         engine.save_checkpoint(self.folder, tag="first", client_state={"epoch": 1})
         _, state = engine.load_checkpoint(self.folder, tag="first")
         if self.state == "json":

@@ -201,7 +201,8 @@ def body_traffic(rank, world, heads, kv, length):
 
 
 def test_traffic_does_not_grow_with_length_and_ranks_together():
-    """Of N tokens with h features on P ranks: 4 N h / P; with fewer key/value heads less, unless they are copied."""
+    """The elements that N tokens with h features send on P ranks: 4 N h / P; with fewer key/value heads less, unless
+    they are copied."""
     found = {world: run_ranks(world, body_traffic, 4, 4, 8 * world, init=True) for world in (2, 4)}
     assert found == {world: [4 * 8 * 4 * 4 * 2] * world for world in (2, 4)}
     assert run_ranks(2, body_traffic, 4, 2, 16, init=True) == [(2 * 4 + 2 * 2) * 8 * 4 * 2] * 2

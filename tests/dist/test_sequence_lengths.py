@@ -1,5 +1,5 @@
-"""What ``deepspeed.sequence.explain`` predicts beside the peak that a rank has measured: of the first step of a length,
-which finds no buffer of an earlier one, or of the second, whichever is larger."""
+"""The predictions of ``deepspeed.sequence.explain`` beside the peak that a rank has measured: of the first step of a
+length, which finds no buffer of an earlier one, or of the second, whichever is larger."""
 
 import ctypes
 import gc
@@ -63,8 +63,8 @@ def predicted(rank, world, model, config, length, memory):
 
 
 def body_peaks(rank, world, cases, folder):
-    """Of each case ``(predicted, measured)``; a case with ``memory`` instead of a length: of the longest that fits, of
-    a tenth more, and what ``memory`` leaves to a step."""
+    """Returns ``(predicted, measured)`` for each case; a case with ``memory`` instead of a length: of the longest that
+    fits, of a tenth more, and what ``memory`` leaves to a step."""
     libc = ctypes.CDLL(None)
     libc.mallopt(MAPPED, 1 << 13)  # what is freed goes at once
     libc.mallopt(TRIMMED, 1 << 13)
@@ -164,7 +164,7 @@ OFFLOADED = [
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("cases, beside", [(TWELVE, 0), (OFFLOADED, 1 << 20)], ids=["twelve", "offloaded"])
 def test_predictions_for_many_configurations(world, cases, beside, tmp_path):
-    """What eight layers leave on the device at 512 tokens is 4 MB; 0.7 MB of what is measured then are no tensors."""
+    """Eight layers leave 4 MB on the device at 512 tokens; 0.7 MB of the measured bytes then are not tensors."""
     every = []
     for index, case in enumerate(cases):
         folder = tmp_path / str(index)

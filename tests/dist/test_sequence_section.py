@@ -136,7 +136,7 @@ BAD = [
         no_transformer, {"size": 1, "tile_mlp": True},
     ),
     (
-        "tile_loss is true, but Linear is no causal language model", no_transformer, {"size": 1, "tile_loss": True},
+        "tile_loss is true, but Linear is not a causal language model", no_transformer, {"size": 1, "tile_loss": True},
     ),
     ('method "ring" computes attention in a ring: only sdpa and flash attentions are known', odd, {"method": "ring"}),
     ("sequence_parallel.chunk computes attention by blocks: only sdpa and flash attentions", odd, {"chunk": 4}),

@@ -157,7 +157,7 @@ KINDS = [
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_one_gradient(world):
-    """Of all stages, losses, ranks, accumulated and not, by engine.backward and by loss.backward."""
+    """All stages, losses, ranks, accumulated and not, by engine.backward and by loss.backward."""
     cases = [
         (stage, kind, accumulate, plain)
         for stage in range(4)

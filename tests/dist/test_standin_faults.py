@@ -80,7 +80,7 @@ def view_of_a_row_without_wait(fault):
     side.wait_stream(torch.standin.current_stream())
     with side:
         rows[1].fill_(2)
-    rows[1 if fault else 2].fill_(3)  # another row is no fault
+    rows[1 if fault else 2].fill_(3)  # another row is not a fault
     torch.standin.current_stream().wait_stream(side)
 
 

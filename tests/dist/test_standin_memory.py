@@ -80,7 +80,7 @@ def nothing_left(device, here):
 
 
 def said(call, *given, **named):
-    """What ``call`` raises, as text; empty: nothing."""
+    """The error of ``call``, as text; empty: nothing."""
     try:
         call(*given, **named)
     except Exception as error:
@@ -93,7 +93,7 @@ def part_of(engine, step, rank, world):
 
 
 def failed_step(engine, step, rank, world, place):
-    """What a step says in which rank 1 has no memory at ``place``."""
+    """The error of a step in which rank 1 has no memory at ``place``."""
     tokens, targets = part_of(engine, step, rank, world)
     short = rank == 1
     with limited(engine.device, place, short):
@@ -117,7 +117,7 @@ def memory_of(engine):
 
 
 def trained(rank, world, stage, place, seeds):
-    """What failed steps say, the memory in use after each, and the weights. Without ``place`` no step fails."""
+    """The errors of failed steps, the memory in use after each, and the weights. Without ``place`` no step fails."""
     deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
     engine = net_engine(world, stage, model=hungry_net())
     texts, sizes = [], []
@@ -152,7 +152,7 @@ def test_training_goes_on_after_one_rank_had_no_memory(stage, place):
 
 
 def ended(rank, world, stage, seeds):
-    """What a backward says in which rank 1 has no memory at all, not even to take part in the reduction."""
+    """The error of a backward in which rank 1 has no memory at all, not even to take part in the reduction."""
     deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
     texts, left = [], []
     for seed in seeds:

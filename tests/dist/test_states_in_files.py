@@ -10,7 +10,7 @@ import torch
 
 import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from deepspeed.zero.optimizers.states_in_files import StatesOfMaster, split_states
+from deepspeed.zero.states.states_in_files import StatesOfMaster, split_states
 from engine_models import after_steps, loss_on, make_net, train_engine
 from harness import on_ranks
 from runs import by_rank_0, last_of, load_into, take_step
@@ -107,7 +107,7 @@ def test_checkpoints(rank, world, stage, next_stage, folder):
         found.append(last_of(after_steps(second, 1, rank, world, start=3), everything))
     assert same(*found)
     if stage == next_stage:
-        # What nobody has used has no state there, and zeros in the checkpoint.
+        # Parameters that nobody has used have no state there, and zeros in the checkpoint.
         assert all(b is None or torch.equal(a, b) for a, b in zip(found[0], everything(plain), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What ZeRO costs: bytes held, elements sent, elements gathered at one time, calls from Python into the core."""
+"""The costs of ZeRO: bytes held, elements sent, elements gathered at one time, calls from Python into the core."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""What breaks sharded training in practice: other branches on other ranks, exceptions, unusual calls.
+"""Hazards of sharded training in practice: other branches on other ranks, exceptions, unusual calls.
 
 Every test trains next to one plain fp64 process on the same data.
 """

@@ -50,7 +50,7 @@ def loss_of(first, second, x, dtype):
 
 
 def grads_of(world, accumulation, dtype):
-    """Of one process that has everybody's batches."""
+    """The losses of one process that has everybody's batches."""
     first, second = linear(1, 3, 5).to(dtype), linear(2, 5, 2).to(dtype)
     sums = [torch.zeros_like(model.weight, dtype=torch.float32) for model in (first, second)]
     for rank in range(world):

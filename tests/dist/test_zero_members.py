@@ -220,7 +220,7 @@ def test_a_dict_that_gathers_what_is_looked_up(rank, world):
 
 # ---- outputs of any class ---------------------------------------------------------------------------------------
 class Answer:
-    """What a model may return: not a tensor, tuple, list, dict or dataclass."""
+    """Outputs that a model may return: not a tensor, tuple, list, dict or dataclass."""
 
     __slots__ = ("inner", "__dict__")
 
@@ -252,7 +252,7 @@ def norm_and_weights(engine):
 
 
 def assert_same(first, second):
-    """Of two engines: norms and values."""
+    """The results of two engines: norms and values."""
     assert first[0] == pytest.approx(second[0], rel=1e-6)
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(first[1], second[1], strict=True))
 

@@ -1,4 +1,4 @@
-"""What model libraries do to sharded parameters while they build a model: none of it needs absent values."""
+"""Operations of model libraries on sharded parameters while they build a model: none of it needs absent values."""
 
 import pytest
 import torch

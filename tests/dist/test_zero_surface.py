@@ -1,4 +1,4 @@
-"""What users do with a model at ZeRO stage 3, beside training it."""
+"""Uses of a model at ZeRO stage 3, beside training it."""
 
 import os
 
@@ -205,7 +205,7 @@ def test_what_ranks_gather_together_does_not_depend_on_their_branches(rank, worl
             deepspeed.comm.all_reduce(torch.ones(1))  # nobody serves gathers here
             if when == "after forward":
                 engine.backward(loss)
-        # What was started ahead and given up is not on its way any more.
+        # Gathers that were started ahead and given up are not on their way any more.
         assert {int(param.ds_status.value) for param in engine.module.parameters()} == {2}
         engine.step()
 

@@ -4,13 +4,13 @@ import re
 
 from sentences import listed
 
-SEE = 'See "a forecast of a step" in docs/architecture.md, and STATE_BYTES in tests/house/house_bytes.py.'
+SEE = 'See "a forecast of a step" in docs/core.md, and STATE_BYTES in tests/house/house_bytes.py.'
 
 # File, below python/deepspeed or csrc: why. Everything else asks the planner, which counts what the engine allocates.
 STATE_BYTES = {
     "zero/offload/memory_estimators.py": "the published rules of thumb",
     "plan/memory_plan.": "as above",
-    "bindings/memory_plan.cpp": "as above",
+    "bindings/plan/memory_plan.cpp": "as above",
     "plan/place_plan.": "the engine places states by their bytes",
     "zero/offload/auto_placements.": "as above",
     "zero/engine.cpp": "as above",
@@ -22,7 +22,7 @@ STATE_BYTES = {
     "pipe/planning.py": "published: pipe.plan(state_bytes=), by which the caller says them, and the report's field",
     "planner/parts.py": "as above: what the caller says, or what the engine has allocated",
     "plan/pipe_cost.": "as above, of the parts of a schedule",
-    "bindings/pipe.cpp": "as above",
+    "bindings/plan/pipe.cpp": "as above",
 }
 
 # Bytes of an element times parameters, and names of what holds such products.

@@ -5,15 +5,15 @@ import re
 
 from sentences import listed
 
-SEE = 'See "Memory" in docs/architecture.md, and CUDA_FILES and CUDA_MODULES in tests/house/house_devices.py.'
+SEE = 'See "Memory" in docs/core.md, and CUDA_FILES and CUDA_MODULES in tests/house/house_devices.py.'
 
 # What may ask for CUDA in csrc, a folder or a file: why.
 CUDA_FILES = {
     "kernels/cuda/": "the kernels of that device",
     "comm/nccl/": "NCCL moves memory of CUDA devices alone; native_stream.cpp finds their streams in torch",
     "comm/transports/nccl_communicator.cpp": "as above",
-    "bindings/nccl.cpp": "as above",
-    "io/cufile.cpp": "cuFile reads into memory of CUDA devices alone",
+    "bindings/comm/nccl.cpp": "as above",
+    "io/async/cufile.cpp": "cuFile reads into memory of CUDA devices alone",
 }
 # The same in the Python package.
 CUDA_MODULES = {

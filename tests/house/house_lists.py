@@ -34,7 +34,7 @@ activation_checkpointing/settings.py thread | what a thread recomputes right now
 checkpoint/engines/__init__.py ENGINES | REGISTRY
 pipe/p2p.py _grid | published: p2p.init_process_groups(grid) is of the module
 pipe/p2p.py _pending | published: p2p.wait() is of the module
-checkpoint/read/storage.py _trusted | whether the reader further up the same call trusts pickles
+checkpoint/layouts/storage.py _trusted | whether the reader further up the same call trusts pickles
 checkpoint/write/background.py _folders | two engines of a process must not write into one folder
 checkpoint/write/background.py _unsettled | AT_END
 checkpoint/write/file_writer.py files | one pool of threads that read and write; DS_IO_FAULT is of the process
@@ -79,9 +79,9 @@ utils/groups.py mesh_device | published: deepspeed.utils.groups.mesh_device
 utils/pin_memory_tracker.py _tracker | published: track_pinned_memory() and pinned_memory_summary() are of the module
 utils/random_state.py _tracker | published: get_cuda_rng_tracker(), as Megatron's
 zero/optimizers/flat_states.py _makers | a registry: how an optimizer class of torch makes its states
-zero/parameters/init_context.py _nesting | zero.Init replaces functions of torch while any of its contexts is open
-zero/parameters/init_context.py sharding.gather_while_building | set while a context of zero.Init is open
-zero/parameters/initializers.py sharding.gather_while_building | set while a context of zero.Init is open
+zero/init/init_context.py _nesting | zero.Init replaces functions of torch while any of its contexts is open
+zero/init/init_context.py sharding.gather_while_building | set while a context of zero.Init is open
+zero/init/initializers.py sharding.gather_while_building | set while a context of zero.Init is open
 zero/gathers/linear.py _users | torch.nn.functional.linear is replaced once, while any engine needs it
 zero/parameters/sharded_parameter.py _ids | numbers of parameters are unique in a process
 """
@@ -99,7 +99,7 @@ ops/op_builder/builder.py OpBuilder | published: what builders of other packages
 comm/communicator.h Communicator | a helper for each verb over one run()
 comm/nccl/nccl_comm.h NcclComm | NCCL
 comm/transports/c10d_communicator.cpp C10dCommunicator | overrides each virtual function of Communicator
-comm/calls/c10d_backend.cpp C10dBackend | overrides each virtual function of c10d::Backend
+comm/scripts/c10d_backend.cpp C10dBackend | overrides each virtual function of c10d::Backend
 config/field.h Field | one method for each thing that can be said about a key
 formats/graph_builder.h GraphBuilder | a visitor: one method for each kind of pickled value
 storage/memory_accounts.h MemoryAccounts | bytes, waits and transfers are counted under one lock
@@ -126,7 +126,7 @@ ALLOCATIONS = {
     "zero/gradients/flag_exchange.cpp": (1, _SMALL),
     "zero/gradients/agreement.cpp": (3, _SMALL),
     "zero/gradients/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
-    "zero/spaces/group_cut.cpp": (4, _CALL),
+    "zero/states/group_cut.cpp": (4, _CALL),
     "zero/step/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),
     "zero/gradients/nonfinite_grads.cpp": (1, _SMALL),
     "zero/step/norm_sums.cpp": (1, "a sum of squares for each space"),
@@ -202,7 +202,11 @@ OLD_WORDS = (
         "TorchSaveFile of checkpoint/write/file_writer.py",
     ),  # fmt: skip
     (r"\bstorage\.write\(", ("python/",), "replace_file of checkpoint/write/file_writer.py"),
-    (r"c10d::ProcessGroup", ("csrc/bindings/engine.", "csrc/bindings/process_mesh."), "a communicator of the mesh"),
+    (
+        r"c10d::ProcessGroup",
+        ("csrc/bindings/engine/engine.", "csrc/bindings/comm/process_mesh."),
+        "a communicator of the mesh",
+    ),
 )
 
 # Transports whose ranks cannot be threads: (the test that runs every verb, why).
@@ -225,8 +229,8 @@ formats/standalone_reader.py pickle._Unpickler | the reader that knows a table o
 
 # file of csrc, beginning of the line: products of sizes of tensors that exist, whose bytes torch has counted.
 SIZES_OF_TENSORS = {
-    ("bindings/routes.cpp", "const int64_t in = from.size(1)"),
-    ("bindings/routes.cpp", "return static_cast<char*>(t.data_ptr())"),
+    ("bindings/ops/routes.cpp", "const int64_t in = from.size(1)"),
+    ("bindings/ops/routes.cpp", "return static_cast<char*>(t.data_ptr())"),
     ("storage/flat_view.h", "return memory.numel()"),
     ("storage/tensor_io.cpp", "return flat_view(tensor, tensor.storage_offset()"),
 }

@@ -28,7 +28,7 @@ JOINED_NAMES = {
         "tag": "the caller's, or of latest_tag, which has checked it", "name": "memory.parsed has compared its form",
     },
     "checkpoint/read/memory.py": {"tag": "latest_tag has checked it"},
-    "checkpoint/read/verify.py": {"name": _LISTED},
+    "checkpoint/write/verify.py": {"name": _LISTED},
     "checkpoint/utils.py": {
         "f'{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}'": _CALLER,
         "f'{layer_id}-model_{tp_rank:02d}-{MODEL_FILE_SUFFIX[1:]}'": _CALLER,
@@ -36,8 +36,8 @@ JOINED_NAMES = {
     "checkpoint/write/commit.py": {
         "f'.{name}.{what}'": "the name of the tag's folder", "path": _CHECKED, "tag": _LISTED, "name": _LISTED,
     },
-    "checkpoint/write/frozen_files.py": {"name": _OURS},
-    "checkpoint/write/memory.py": {
+    "checkpoint/save/frozen_files.py": {"name": _OURS},
+    "checkpoint/save/memory.py": {
         "self.key": "a hash", "name": "files_of has made it",
         "f'.rank_{ranks.rank}.lock'": _NUMBERED, "old": _LISTED,
     },
@@ -46,7 +46,7 @@ JOINED_NAMES = {
         "f'.{name}.{_host()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS, "match[0]": _LISTED,
     },
     "checkpoint/write/ranks.py": {"name": _NUMBERED},
-    "checkpoint/write/save.py": {"tag": "check_tag has checked it", "self.name": "files_of has made it"},
+    "checkpoint/save/save.py": {"tag": "check_tag has checked it", "self.name": "files_of has made it"},
     "data/analysis_parts.py": {
         "metric": _CALLER, "f'{metric}_{what}'": _CALLER, "f'worker{worker}_thread{thread}'": _NUMBERED,
     },
@@ -113,10 +113,10 @@ JOINED_NAMES_CPP = {
     "comm/process_mesh.cpp": "keys of the job's store, no paths",
     "comm/boards/store_board.cpp": "as above",
     "formats/zip_directory.cpp": "names in an archive, which are compared and never opened",
-    "io/own_folder.cpp": "constant names, and names of callers",
-    "io/paths.cpp": "this is path_below",
-    "io/run_folder.cpp": "names of a listing, and constant names of folders",
-    "io/swap_files.cpp": "names of a listing, and names from which '/' is taken out",
+    "io/folders/own_folder.cpp": "constant names, and names of callers",
+    "io/folders/paths.cpp": "this is path_below",
+    "io/folders/run_folder.cpp": "names of a listing, and constant names of folders",
+    "io/folders/swap_files.cpp": "names of a listing, and names from which '/' is taken out",
     "storage/block_files.cpp": "names that this run makes",
     "zero/offload/param_files.cpp": "numbers of parameters",
 }

@@ -13,8 +13,8 @@ from sentences import listed
 
 SEE = (
     "If a file, a pickle or a socket says the name, call path_below (deepspeed.formats.recorded_paths; without torch "
-    "deepspeed.host.recorded_names; csrc/io/paths.h). Else add it to JOINED_NAMES of tests/house/house_name_lists.py "
-    "with the reason why none does."
+    "deepspeed.host.recorded_names; csrc/io/folders/paths.h). Else add it to JOINED_NAMES of "
+    "tests/house/house_name_lists.py with the reason why none does."
 )
 _MAKERS = ("names.", "os.path.basename(")  # of names with a fixed form
 _LISTINGS = ("os.listdir(", "os.scandir(", "os.walk(", "glob.glob(", ".found_in(")

@@ -100,6 +100,30 @@ CPP_ARROWS = {
         "zero",
     },
 }
+# Folders of a room, in floors, lowest first: a folder may include of lower floors, never of its own floor or above.
+# Files at the top of a room are in no folder: they may include all of it, and all of it may include them.
+# fmt: off
+CPP_FOLDERS = {
+    "bindings": [{"config", "formats", "io", "ops", "plan"}, {"engine"}, {"comm"}],
+    "comm": [
+        {"segments"}, {"calls"}, {"boards"}, {"decorators", "nccl", "shared_memory"}, {"hosts", "pipe", "scripts"},
+        {"transports"},
+    ],
+    "config": [{"sections"}],
+    "io": [{"folders", "memory"}, {"async", "zip"}],
+    "kernels": [{"ref"}, {"cpu", "cuda"}],
+    "storage": [{"tiers"}],
+    "zero": [{"offload"}, {"spaces"}, {"gathers"}, {"gradients"}, {"step"}, {"states"}],
+}
+# fmt: on
+# The same for folders of rooms of python/deepspeed.
+PYTHON_FOLDERS = {
+    "checkpoint": [{"layouts"}, {"write"}, {"engines", "read"}, {"convert"}, {"save"}],
+    "engine": [{"parts"}, {"pipeline_parts"}],
+    "ops": [{"adam", "random_ltd"}, {"op_builder"}, {"aio", "gds", "pin_memory"}],
+    "zero": [{"parameters"}, {"gathers", "states"}, {"init", "offload"}, {"optimizers"}],
+}
+
 ROOMS_WITH_TORCH = {"storage", "comm", "parallel", "zero", "bindings"}
 ROOMS_WITH_PYTHON = {"bindings"}
 # Highway's headers are written for quotes: it includes the file that includes it once per instruction set.
@@ -113,8 +137,8 @@ MUTABLE_GLOBALS = {
     ("bindings/module.cpp", "all"): "bindings register before main and are read once, when the module is imported",
     ("bindings/module.cpp", "config_error_type"): "an exception type of the module, which Python never unloads",
     ("base/blocking_region.cpp", "blocking_region"): "set when bindings are imported; a process has one interpreter",
-    ("bindings/config.cpp", "assertion_type"): "as above: Python types, set once when the module is imported",
-    ("bindings/config.cpp", "config_type"): "as above",
+    ("bindings/config/config.cpp", "assertion_type"): "as above: Python types, set once when the module is imported",
+    ("bindings/config/config.cpp", "config_type"): "as above",
     ("comm/decorators/torch_calls.cpp", "only"): "torch's observers are plain functions, which get no owner",
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
@@ -142,5 +166,8 @@ STAGE_NUMBERS_PYTHON = {
 # (file, name) of bindings with more arguments: why.
 MAX_BINDING_ARGUMENTS = 8
 WIDE_BINDINGS = {
-    ("bindings/ops_update.cpp", "step"): "an optimizer's own call, without an engine: a list of each kind of tensor",
+    (
+        "bindings/ops/ops_update.cpp",
+        "step",
+    ): "an optimizer's own call, without an engine: a list of each kind of tensor",
 }

@@ -238,7 +238,9 @@ def test_good_includes():
 
 def test_devices_cpp():
     text = '// is_cuda() and "cuda" are words here\nif (tensor.is_cuda()) use("cuda");\n'
-    found = house_devices.check_devices_cpp({"storage/a.cpp": text, "kernels/cuda/a.cu": text, "io/cufile.cpp": text})
+    found = house_devices.check_devices_cpp(
+        {"storage/a.cpp": text, "kernels/cuda/a.cu": text, "io/async/cufile.cpp": text}
+    )
     assert [line.split(": ")[0] for line in found] == [
         "csrc/storage/a.cpp:2 asks for is_cuda", 'csrc/storage/a.cpp:2 asks for "cuda"',
     ]  # fmt: skip

@@ -98,7 +98,7 @@ def compare_parameters(published, real):
 
 
 def compare_class(entry, cls, module, own):
-    """What differs in the constructor, the methods and the properties of a class."""
+    """The differences in the constructor, the methods and the properties of a class."""
     problems = []
     if not issubclass(cls, (enum.Enum, BaseException)) and entry["signature"] != "()":
         difference = compare_parameters(

@@ -1,4 +1,4 @@
-"""What of the published interface is not here, and why. A row goes when the name comes: the test says so.
+"""The names of the published interface that are not here, and why. A row goes when the name comes: the test says so.
 
 Names are written "module", "module:name" or "module:name.member".
 """

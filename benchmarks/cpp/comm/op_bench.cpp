@@ -1,4 +1,4 @@
-// What an Op costs above the transport that carries it, and the collectives of two ranks through shared memory.
+// The cost of an Op above the transport that carries it, and the collectives of two ranks through shared memory.
 #include <ATen/Functions.h>
 #include <benchmark/benchmark.h>
 

@@ -1,5 +1,5 @@
-// What the kernel benchmarks share. Every benchmark checks its kernel against the reference before it times it, and
-// reports bytes per second; the memory bound of the same pattern is timed in turns with it, within the same
+// Parts that the kernel benchmarks share. Every benchmark checks its kernel against the reference before it times it,
+// and reports bytes per second; the memory bound of the same pattern is timed in turns with it, within the same
 // repetition, and `of_bound` is the ratio: 1.0 is as fast as the memory.
 #pragma once
 #include <benchmark/benchmark.h>

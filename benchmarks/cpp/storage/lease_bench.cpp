@@ -1,4 +1,4 @@
-// What a lease costs: of a plane that rests where the work is (at most 1 us), of scratch, of a block in other memory.
+// The cost of a lease: of a plane that rests where the work is (at most 1 us), of scratch, of a block in other memory.
 #include <benchmark/benchmark.h>
 
 #include <string>

@@ -1,4 +1,4 @@
-// What gathers over collectives cost when each collective takes a while to arrive, as between hosts: a model of 200
+// The cost of gathers over collectives when each collective takes a while to arrive, as between hosts: a model of 200
 // layers (a weight and a bias each) goes forward and backward on 2 and 4 ranks, which are threads; every collective
 // ends 50 us after it was started. Beside each other: the learned order (zero/gathers/routes/scheduled_source.cpp), and
 // what it has replaced, an agreement before each gather and a collective for each parameter. Limit: one collective

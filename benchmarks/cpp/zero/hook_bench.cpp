@@ -1,4 +1,4 @@
-// What the engine's gradient hooks cost for each parameter of a model of 1,000 tiny ones, without any Python: a
+// The cost of the engine's gradient hooks for each parameter of a model of 1,000 tiny ones, without any Python: a
 // backward with no hooks, with hooks that do nothing, and with the engine's, which move the gradient into its slot,
 // count and free it. The gradients of the first two are freed after the backward, which is timed with it, since the
 // engine's have been freed inside. Interleaved; medians of the differences, in ns for each parameter.

@@ -1,7 +1,8 @@
-// How long a step makes the training wait when masters and states rest in slow memory, as they would behind a slow bus:
-// plain offload, buckets stepped ahead (SuperOffload), and ZenFlow. A model of 24 layers on a device that is busy for a
-// while with each (a pause: it takes no core); memory in which masters and states rest moves so many bytes a second.
-// Bounds asked for: ahead hides 0.8 of the host's step, with clipping on; ZenFlow waits at most 0.2 of plain offload.
+// The time for which a step makes the training wait when masters and states rest in slow memory, as they would behind a
+// slow bus: plain offload, buckets stepped ahead (SuperOffload), and ZenFlow. A model of 24 layers on a device that is
+// busy for a while with each (a pause: it takes no core); memory in which masters and states rest moves a given number
+// of bytes a second. Bounds asked for: ahead hides 0.8 of the host's step, with clipping on; ZenFlow waits at most 0.2
+// of plain offload.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <benchmark/benchmark.h>

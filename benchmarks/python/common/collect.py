@@ -25,7 +25,7 @@ def read(folder):
 
 
 def rate(entry):
-    """What a Google Benchmark entry says besides its time: bytes and items per second and its own counters."""
+    """Figures of a Google Benchmark entry besides its time: bytes and items per second and its own counters."""
     texts = []
     if "bytes_per_second" in entry:
         texts.append(f"{entry['bytes_per_second'] / 1e9:.2f} GB/s")

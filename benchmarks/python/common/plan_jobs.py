@@ -72,7 +72,7 @@ SECTIONS = {
     "params": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "mics": {"mics_shard_size": 2},
 }
-# Of these jobs, with shares of the memory that they need, and of the micro-batch that they have here.
+# Variants of these jobs, with shares of the memory that they need, and of the micro-batch that they have here.
 ADVISED = ["10m 1 0 bf16 1", "10m 1 1 fp32 1", "30m 1 0 bf16 1", "10m 2 0 fp32 1", "10m 2 0 bf16 1", "10m 2 1 bf16 1",
            "10m 2 2 bf16 1", "30m 2 0 bf16 1", "30m 2 1 fp32 1", "30m 2 1 bf16 1"]  # fmt: skip
 SHARES, ADVISED_ROWS = (0.9, 0.75, 0.6), 8

@@ -8,7 +8,7 @@
 
 #include "base/clock.h"
 #include "comm/boards/record.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::comm {
 

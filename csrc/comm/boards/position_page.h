@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/shared_memory/shared_file.h"
+#include "comm/segments/shared_file.h"
 
 namespace ds::comm {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "comm/boards/board.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::comm {
 

@@ -10,7 +10,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::comm {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::comm {
 

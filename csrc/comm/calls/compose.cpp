@@ -11,7 +11,7 @@
 #include "base/blocking_region.h"
 #include "base/error.h"
 #include "comm/calls/rank_order_reduction.h"
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 
 namespace ds::comm {
 

@@ -17,7 +17,7 @@
 #include "comm/hosts/hosts.h"
 #include "comm/boards/record.h"
 #include "comm/shared_memory/shm_group.h"
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 
 namespace ds::comm {
 

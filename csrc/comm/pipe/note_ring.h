@@ -12,7 +12,7 @@
 
 #include "base/clock.h"
 #include "comm/pipe/pipe_message.h"
-#include "comm/shared_memory/shared_file.h"
+#include "comm/segments/shared_file.h"
 
 namespace ds::comm {
 

@@ -16,7 +16,7 @@
 #include "comm/calls/one_queue.h"
 #include "comm/decorators/logged.h"
 #include "comm/pipe/peer_reads.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::comm {
 

@@ -5,7 +5,7 @@
 #include "base/clock.h"
 #include "comm/communicator.h"
 #include "comm/shared_memory/peer_memory.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::comm {
 

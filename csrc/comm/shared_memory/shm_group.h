@@ -14,7 +14,7 @@
 #include "base/clock.h"
 #include "comm/calls/reduce_op.h"
 #include "comm/shared_memory/shm_channel.h"
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 
 namespace ds::comm {
 

@@ -1,3 +1,4 @@
+// The section sparse_attention.
 #include <map>
 #include <set>
 

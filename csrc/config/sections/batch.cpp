@@ -1,3 +1,4 @@
+// Batch sizes and accumulation.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,54 +1,61 @@
+// The sections checkpoint, nebula and datastates_ckpt.
 #include "config/schema.h"
 
 namespace ds::config {
 
 DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
-  c.add(section(
-      "checkpoint", "How checkpoints are written and read.",
-      {
-          text("tag_validation", "WARN", "What to do when ranks save under different tags.")
-              .one_of_any_case({"WARN", "IGNORE", "FAIL"}),
-          boolean("load_universal", false, "load_checkpoint reads a universal checkpoint."),
-          boolean("use_node_local_storage", false,
-                  "Every node writes to a disk of its own: its ranks' files, a manifest and `latest` for itself."),
-          boolean("write_in_place", false,
-                  "Write into the tag's folder itself, manifest and `latest` last, where folders cannot be renamed "
-                  "(mounted object stores); there a tag that is saved again is not whole until then. true: always; "
-                  "false: never.")
-              .or_null()
-              .fallback_to(nullptr)
-              .computed("null: true where the directory saved into cannot rename folders"),
-          integer("keep_last", nullptr,
-                  "So many checkpoints stay in a folder: a save removes the oldest that this library wrote there.")
-              .above(0),
-          text("verify_on_load", "sizes",
-               "What load_checkpoint compares with the manifest first: nothing, that all files are there with their "
-               "sizes, or every byte.")
-              .one_of_any_case({"none", "sizes", "all"}),
-          boolean("trust_pickles", false,
-                  "Loading may call what a pickled file names, whatever it is. Only for files that you trust."),
-          section(
-              "parallel_write", "Which ranks write.",
-              {
-                  boolean("pipeline_stage", false, "All data-parallel ranks share the layers of their pipeline stage.")
-                      .not_built("parallel checkpoint writing"),
-              }),
-          text("engine", nullptr,
-               "Name of a registered checkpoint engine (entry points deepspeed.checkpoint_engines); null: the other "
-               "keys "
-               "decide."),
-          boolean("async", false,
+  c.add(
+      section(
+          "checkpoint", "How checkpoints are written and read.",
+          {
+              text("tag_validation", "WARN", "What to do when ranks save under different tags.")
+                  .one_of_any_case({"WARN", "IGNORE", "FAIL"}),
+              boolean("load_universal", false, "load_checkpoint reads a universal checkpoint."),
+              boolean("use_node_local_storage", false,
+                      "Every node writes to a disk of its own: its ranks' files, a manifest and `latest` for itself."),
+              boolean("write_in_place", false,
+                      "Write into the tag's folder itself, manifest and `latest` last, where folders cannot be renamed "
+                      "(mounted object stores); there a tag that is saved again is not whole until then. true: always; "
+                      "false: never.")
+                  .or_null()
+                  .fallback_to(nullptr)
+                  .computed("null: true where the directory saved into cannot rename folders"),
+              integer("keep_last", nullptr,
+                      "So many checkpoints stay in a folder: a save removes the oldest that this library wrote there.")
+                  .above(0),
+              text(
+                  "verify_on_load", "sizes",
+                  "What load_checkpoint compares with the manifest first: nothing, that all files are there with their "
+                  "sizes, or every byte.")
+                  .one_of_any_case({"none", "sizes", "all"}),
+              boolean("trust_pickles", false,
+                      "Loading may call what a pickled file names, whatever it is. Only for files that you trust."),
+              section("parallel_write", "Which ranks write.",
+                      {
+                          boolean("pipeline_stage", false,
+                                  "All data-parallel ranks share the layers of their pipeline stage.")
+                              .not_built("parallel checkpoint writing"),
+                      }),
+              text(
+                  "engine", nullptr,
+                  "Name of a registered checkpoint engine (entry points deepspeed.checkpoint_engines); null: the other "
+                  "keys "
+                  "decide."),
+              boolean(
+                  "async", false,
                   "Take a snapshot in host memory and write it while training goes on. A failure is raised by the next "
                   "step; the end of the program waits for the last save."),
-          number("host_cache_size", nullptr,
-                 "GiB of host memory that snapshots may take on each rank; null: as much as they need. A save waits "
-                 "while it is full.")
-              .above(0),
-          boolean(
-              "checkpoint_serialization", true,
-              "Write the zip archives of torch.save; false: the stream of tensors without an archive that torch.save "
-              "wrote before. torch.load reads both."),
-          section("writer", "A faster writer of checkpoint files.",
+              number(
+                  "host_cache_size", nullptr,
+                  "GiB of host memory that snapshots may take on each rank; null: as much as they need. A save waits "
+                  "while it is full.")
+                  .above(0),
+              boolean("checkpoint_serialization", true,
+                      "Write the zip archives of torch.save; false: the stream of tensors without an archive that "
+                      "torch.save "
+                      "wrote before. torch.load reads both."),
+              section(
+                  "writer", "A faster writer of checkpoint files.",
                   {
                       text("type", "FAST",
                            "FAST: threads and O_DIRECT in C++. PYTHON: torch.save. MOCK: writes nothing, to measure "
@@ -66,11 +73,11 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                            "one writes alone.")
                           .one_of_any_case({"REPLICA", "SOCKET", "MACHINE"}),
                       boolean("decoupled", false, "Write in the background while training goes on, as `async` does."),
-                      integer("io_multiplier", 1, "Write everything so many times (for measurements).").above(0),
+                      integer("io_multiplier", 1, "Write everything this many times (for measurements).").above(0),
                   })
-              .absent_is_null(),
-      })
-            .ignores_private());
+                  .absent_is_null(),
+          })
+          .ignores_private());
   auto nebula = section("nebula", "Checkpoints by Azure Nebula.",
                         {
                             boolean("enabled", false, "Switch it on."),

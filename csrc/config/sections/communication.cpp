@@ -1,3 +1,4 @@
+// Keys of communication: dtypes, divisions, sparse gradients, the comms logger.
 #include "config/schema.h"
 
 namespace ds::config {
@@ -71,8 +72,8 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
             .one_of_any_case({"mean", "sum"})
             .raises(ErrorKind::kValue, "Invalid gradient_allreduce_op: "));
   c.add(boolean("sparse_gradients", false,
-                "Of gradients of embeddings (torch.nn.Embedding, EmbeddingBag) only the rows that a step has touched "
-                "travel. Stage 0 only."));
+                "Reduce only the rows that a step has touched in gradients of embeddings (torch.nn.Embedding, "
+                "EmbeddingBag). Stage 0 only."));
   c.add(boolean("disable_allgather", false, "Broadcast updated parameters instead of gathering them.")
             .not_built("ZeRO without all-gather"));
   c.add(boolean("zero_allow_untested_optimizer", false,

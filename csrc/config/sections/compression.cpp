@@ -1,3 +1,4 @@
+// The sections of compression: quantization, pruning, layer reduction, eigenvalues.
 #include "config/schema.h"
 
 namespace ds::config {

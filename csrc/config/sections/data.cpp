@@ -1,3 +1,4 @@
+// Keys of data: curricula, data efficiency, dropped layers.
 #include "config/schema.h"
 
 namespace ds::config {
@@ -196,7 +197,7 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
                             });
   c.add(curriculum);
   c.add(integer("max_train_tokens", nullptr,
-                "engine.training_ended() is true from the step on that reaches so many tokens, over all ranks.")
+                "engine.training_ended() returns true once all ranks together have trained on this many tokens.")
             .above(0));
   auto drop =
       section("progressive_layer_drop", "Steps leave out random layers, and more of them as the training goes on.",

@@ -1,3 +1,4 @@
+// The sections elasticity and autotuning.
 #include "config/schema.h"
 
 namespace ds::config {
@@ -14,7 +15,7 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
           integer("min_gpus", 1, "Fewest ranks.").at_least(1),
           integer("max_gpus", 10000, "Most ranks.").at_least(1),
           integer("min_time", 0, "Minutes between changes.").at_least(0),
-          boolean("prefer_larger_batch", true, "Of equal choices take the larger batch."),
+          boolean("prefer_larger_batch", true, "Take the larger batch where several choices are equally good."),
           boolean("ignore_non_elastic_batch_info", false,
                   "Batch keys beside this section are ignored instead of refused."),
           number("version", 0.2, "Version of the rules.").one_of({0.1, 0.2}),

@@ -1,3 +1,4 @@
+// The sections hybrid_engine and compile.
 #include "config/schema.h"
 
 namespace ds::config {
@@ -19,18 +20,20 @@ DS_CONFIG_CHAPTER(97, kTraining, "Compilation and generation") {
                 {
                     boolean("deepcompile", false, "Switch it on."),
                     boolean("free_activation", false, "Free activations early."),
-                    integer("free_activation_threshold", 10485760, "Only those of at least so many bytes.").at_least(0),
+                    integer("free_activation_threshold", 10485760,
+                            "free_activation frees only activations of at least this many bytes.")
+                        .at_least(0),
                     boolean("offload_activation", false, "Offload activations."),
-                    boolean("offload_activation_pin_memory", true, "... to page-locked memory."),
+                    boolean("offload_activation_pin_memory", true, "Offload activations to page-locked memory."),
                     boolean("offload_opt_states", false, "Offload optimizer states."),
                     boolean("double_buffer", true, "Gather into two buffers in turn."),
                     boolean("symmetric_memory", false, "Use torch's symmetric memory."),
                     boolean("debug_log", false, "Print the graphs."),
                     boolean("offload_parameters", false, "Offload parameters."),
                     boolean("sync_before_reduce", false, "Wait for the device before reducing."),
-                    boolean("sync_after_reduce", false, "... after reducing."),
-                    boolean("sync_before_allgather", false, "... before gathering."),
-                    boolean("sync_after_allgather", false, "... after gathering."),
+                    boolean("sync_after_reduce", false, "Wait for the device after reducing."),
+                    boolean("sync_before_allgather", false, "Wait for the device before gathering."),
+                    boolean("sync_after_allgather", false, "Wait for the device after gathering."),
                     boolean("keep_int_input_tensors", true, "Do not free integer inputs."),
                     boolean("keep_all_input_tensors", false, "Do not free any input."),
                     list("passes", nullptr, "Passes to run; null chooses them by ZeRO stage.")

@@ -1,3 +1,4 @@
+// The configuration of init_inference.
 #include "config/schema.h"
 #include "config/sections/zero.h"
 

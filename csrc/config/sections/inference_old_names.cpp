@@ -1,3 +1,4 @@
+// Old names of keys of init_inference.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// The section aio, and other keys of memory.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -17,7 +17,7 @@ DS_CONFIG_CHAPTER(96, kTraining, "Mixture of experts") {
                   "part computes; drop_tokens=False. The result has the same bits.")
               .at_least(1),
           integer("idle_steps", 100,
-                  "An expert that no token has chosen for so many steps is named in the log; 0: none is.")
+                  "The log names an expert that no token has chosen for this many steps; 0: it names none.")
               .at_least(0),
           number("bias_update_rate", 0.01, "With balance=\"bias\": by how much the bias of an expert moves in a step.")
               .at_least(0),

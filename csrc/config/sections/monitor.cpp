@@ -1,3 +1,4 @@
+// The sections of monitors: TensorBoard, W&B, Comet, CSV files.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// The section optimizer.
 #include "config/schema.h"
 #include "config/sections/optimizer_params.h"
 

@@ -1,3 +1,4 @@
+// Keys of tensor, expert and pipeline parallelism.
 #include "config/schema.h"
 
 namespace ds::config {
@@ -86,10 +87,10 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                       .no_effect("expert_tensor_parallel_size above 1, which would fold groups, is refused"),
                   name("preset_model", "Known model whose names are used."),
                   name("moe_layer_pattern", "Regular expression for MoE layers."),
-                  name("expert_pattern", "... for experts."),
-                  name("router_pattern", "... for routers."),
+                  name("expert_pattern", "Regular expression for experts."),
+                  name("router_pattern", "Regular expression for routers."),
                   boolean("use_grouped_mm", true, "One grouped matrix product for all experts."),
-                  boolean("disable_triton_grouped_mm", false, "Not the Triton one.")
+                  boolean("disable_triton_grouped_mm", false, "Do not use Triton for the grouped product.")
                       .no_effect("there is no Triton product here"),
                   flag("route_norm", "Normalise routing weights; null: as the model does."),
                   number("route_scale", 1.0, "Factor on routing weights."),
@@ -104,14 +105,15 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                   anything("load_balance_coeff", nullptr, "Only null.").computed("unset"),
                   number("routed_scaling_factor", "auto", "Factor on the routed output.").also(kText).one_of({"auto"}),
                   name("expert_w1", "Name of the first weight of an expert."),
-                  name("expert_w2", "... of the second."),
-                  anything("expert_w3", nullptr, "... of the third; null for none.").computed("unset"),
+                  name("expert_w2", "Name of the second weight of an expert."),
+                  anything("expert_w3", nullptr, "Name of the third weight of an expert; null: there is none.")
+                      .computed("unset"),
                   name("num_experts_attr", "Attribute of the model's config that counts experts.")
                       .no_effect("experts are counted in the layer itself"),
-                  name("top_k_attr", "... that counts experts per token."),
+                  name("top_k_attr", "Attribute of the model's config that counts experts per token."),
                   flag("has_shared_experts", "The model has experts that all tokens use; null: as its preset says."),
-                  name("shared_experts_pattern", "Regular expression for those."),
-                  name("shared_experts_gate_pattern", "... for their gate."),
+                  name("shared_experts_pattern", "Regular expression for experts that all tokens use."),
+                  name("shared_experts_gate_pattern", "Regular expression for the gate of these experts."),
               });
   c.add(expert.ignores_unknown());
   c.rule("expert_parallel.load_balance_coeff is null.", [](RuleContext& j) {

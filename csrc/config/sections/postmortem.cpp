@@ -1,3 +1,4 @@
+// The section postmortem.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// The sections fp16, bf16, amp and torch_autocast.
 #include "config/schema.h"
 
 namespace ds::config {

@@ -1,3 +1,4 @@
+// The sections flops_profiler, step_log, trace, report and timers.
 #include "config/schema.h"
 
 namespace ds::config {

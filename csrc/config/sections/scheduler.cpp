@@ -1,3 +1,4 @@
+// The section scheduler.
 #include "config/schema.h"
 
 namespace ds::config {

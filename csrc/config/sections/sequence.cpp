@@ -1,3 +1,4 @@
+// The section sequence_parallel.
 #include "config/schema.h"
 
 namespace ds::config {

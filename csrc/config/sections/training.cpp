@@ -1,3 +1,4 @@
+// Keys of training that belong to no section.
 #include "config/schema.h"
 
 namespace ds::config {

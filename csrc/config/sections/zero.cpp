@@ -43,9 +43,11 @@ Field offload_optimizer() {
                       "how many buckets of gradients may wait on the device to leave it (0: any number)."),
                  pin_memory(),
                  boolean("pipeline_read", false,
-                         "Read the next states from NVMe during the step: so many buffers more."),
+                         "Read the next bucket's states from NVMe while this one is updated. Needs buffer_count more "
+                         "buffers."),
                  boolean("pipeline_write", false,
-                         "Write the last states to NVMe during the step: so many buffers more."),
+                         "Write the last bucket's states to NVMe while this one is updated. Needs buffer_count more "
+                         "buffers."),
                  boolean("fast_init", false, "Write no zeros into new files on NVMe: they read as zeros as they are."),
                  share("ratio", 1.0,
                        "Share of the elements, in whole buckets, that rest there; the others stay on the device."),
@@ -69,7 +71,7 @@ Field zenflow() {
                  share("topk_ratio", 0.1, "Share of the columns of each matrix that is updated in every step."),
                  text(
                      "select_strategy", "auto",
-                     "When columns are chosen anew: after so many steps, or epochs; auto: epochs where their length is "
+                     "Unit of select_interval, after which columns are chosen anew; auto: epochs where their length is "
                      "known, else steps.")
                      .one_of({"auto", "step", "epoch"}),
                  interval("select_interval", "Steps or epochs between choices; auto: 1 epoch, or 100 steps."),
@@ -123,7 +125,8 @@ std::vector<Field> stage_3_fields() {
           .alias("model_persistence_threshold"),
       size("stage3_max_live_parameters", 1000000000, "Elements that may be gathered at one time.")
           .alias("max_live_parameters"),
-      size("stage3_max_reuse_distance", 1000000000, "A parameter used again within so many elements is not released.")
+      size("stage3_max_reuse_distance", 1000000000,
+           "A parameter that is used again within this many elements is not released.")
           .alias("max_reuse_distance"),
       boolean("stage3_gather_16bit_weights_on_model_save", false, "save_16bit_model gathers the whole weights.")
           .alias("gather_16bit_weights_on_model_save"),

@@ -204,7 +204,7 @@ inline bool drop_factors(const AttentionShape& s, int64_t batch, int64_t head, i
   return true;
 }
 
-// Of a panel.
+// Multiplies a panel of scores by `factors`.
 inline void multiply_by(const float* factors, float* scores, Seen seen) {
   const ScalableTag<float> d;
   const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;

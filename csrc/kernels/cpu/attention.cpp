@@ -35,7 +35,7 @@ inline void take_exponentials(float* scores, Seen seen, float* largest, float* t
     }
     if (j < seen.end) high = Max(high, LoadU(d, scores + j * wide + part));
     high = Max(high, other);
-    // Of a row that has seen nothing yet: any number will do.
+    // A row that has seen nothing yet has -inf here; any finite number will do in its place.
     const auto level = IfThenElse(Eq(high, Set(d, -INFINITY)), Zero(d), high);
     const auto shrink = exp_of(d, Sub(before, level));
     auto sum = Mul(LoadU(d, total + part), shrink);

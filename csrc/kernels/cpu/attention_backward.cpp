@@ -28,8 +28,8 @@ struct GradientGroup {
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
 
-// Of a panel: scores to what values were multiplied by, and the gradients of that to those of scores before they were
-// scaled. `factors`: of dropout, or null.
+// Changes a panel in place: scores become the factors of values, and the gradients of these factors become gradients of
+// scores before they were scaled. `factors`: of dropout, or null.
 inline void take_gradients(const AttentionShape& s, float* scores, float* grads, Seen seen, const float* lse,
                            const float* row_sum, const float* factors) {
   const ScalableTag<float> d;

@@ -8,7 +8,8 @@
 
 namespace ds::kernels {
 
-// Of lamb_moments: a pointer to this. One block of a sum, which its tiles of at most kTile elements go on adding to.
+// The argument of lamb_moments points to this. One block of a sum, which its tiles of at most kTile elements go on
+// adding to.
 struct LambBlock {
   static constexpr size_t kTile = 1024;
   const LambConstants* constants = nullptr;
@@ -16,7 +17,7 @@ struct LambBlock {
   float update[kTile];  // the direction u of a tile
 };
 
-// Of lamb.
+// The argument of lamb.
 struct LambRate {
   const LambConstants* constants;
   float rate;  // the constants' rate * ratio of the segment

@@ -51,7 +51,7 @@ struct Loaded {
     get = reinterpret_cast<const KernelTable* (*)(uint32_t)>(dlsym(library, "ds_device_kernels"));
     routes = reinterpret_cast<const RouteKernels* (*)(uint32_t)>(dlsym(library, "ds_device_route_kernels"));
     attention = reinterpret_cast<const AttentionKernels* (*)(uint32_t)>(dlsym(library, "ds_device_attention_kernels"));
-    if (get == nullptr) error = path + " is no kernel library: it has no ds_device_kernels.";
+    if (get == nullptr) error = path + " is not a kernel library: it has no ds_device_kernels.";
   }
 };
 

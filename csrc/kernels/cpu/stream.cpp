@@ -1,3 +1,4 @@
+// The loops of kernels/stream.h for each instruction set.
 #include "kernels/stream.h"
 
 #include "kernels/cpu/targets.h"

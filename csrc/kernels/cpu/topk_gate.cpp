@@ -1,3 +1,4 @@
+// The softmax and the choice of the k largest of a gate, token by token.
 #include <algorithm>
 #include <cmath>
 

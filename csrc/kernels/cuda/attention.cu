@@ -60,7 +60,7 @@ template <typename Acc>
 __device__ Acc capped(const AttentionShape& s, Acc score) {
   return s.soft_cap > 0 ? static_cast<Acc>(s.soft_cap) * tanh(score / static_cast<Acc>(s.soft_cap)) : score;
 }
-// Of a score by what it was before it was capped and scaled.
+// The derivative of a score by its value before it was capped and scaled.
 template <typename Acc>
 __device__ Acc slope(const AttentionShape& s, Acc score) {
   const Acc t = s.soft_cap > 0 ? score / static_cast<Acc>(s.soft_cap) : Acc(0);
@@ -233,7 +233,7 @@ __global__ void key_kernel(AttentionShape s, AttentionOperand query, AttentionOp
   for (int64_t f = lane; f < s.value_size; f += kWarp) for_value[r.number * s.value_size + f] = value_sums[f];
 }
 
-// How many warps share a block, so that what each sums finds room.
+// The numbers of blocks and threads: as many warps share a block as have room for their sums.
 struct Grid {
   unsigned blocks, threads;
   size_t shared;

@@ -1,3 +1,4 @@
+// Plain loops of Adagrad.
 #include "kernels/adagrad.h"
 
 #include <cmath>

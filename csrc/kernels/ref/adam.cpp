@@ -1,3 +1,4 @@
+// Plain loops of Adam and AdamW.
 #include "kernels/adam.h"
 
 #include "kernels/ref/update.h"

@@ -1,3 +1,4 @@
+// Plain loops of copies between dtypes.
 #include "kernels/ref/element.h"
 #include "kernels/ref/ref.h"
 

@@ -1,3 +1,4 @@
+// Plain loops of LAMB.
 #include "kernels/lamb.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Plain loops of Lion.
 #include "kernels/lion.h"
 
 #include <cmath>

@@ -1,3 +1,4 @@
+// Plain loops of Muon.
 #include "kernels/muon.h"
 
 #include "kernels/ref/element.h"

@@ -1,3 +1,4 @@
+// Plain loops of sums of squares.
 #include <algorithm>
 #include <cmath>
 

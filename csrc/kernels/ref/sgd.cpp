@@ -1,3 +1,4 @@
+// Plain loops of SGD.
 #include "kernels/sgd.h"
 
 #include "kernels/ref/update.h"

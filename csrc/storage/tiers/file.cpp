@@ -9,9 +9,9 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
-#include "io/aligned_pool.h"
-#include "io/async_file.h"
-#include "io/swap_files.h"
+#include "io/memory/aligned_pool.h"
+#include "io/async/async_file.h"
+#include "io/folders/swap_files.h"
 #include "storage/block_files.h"
 #include "storage/tier.h"
 

@@ -30,12 +30,13 @@
 
 namespace ds::zero {
 
+// Without values nothing is limited, and no parameter stays gathered.
 struct GathererOptions {
-  int64_t max_live_numel = 1000000000;   // elements that may be gathered at one time, as far as they are optional
-  int64_t max_reuse_numel = 1000000000;  // a parameter used again within so many elements is not released
-  int64_t persistence_numel = 100000;    // parameters with fewer elements stay gathered
+  int64_t max_live_numel = INT64_MAX;   // elements that may be gathered at one time, as far as they are optional
+  int64_t max_reuse_numel = INT64_MAX;  // a parameter used again within this many elements is not released
+  int64_t persistence_numel = 0;        // parameters with fewer elements stay gathered
   int64_t model_persistence_numel = INT64_MAX;  // elements that may stay gathered in all
-  int64_t prefetch_numel = 50000000;            // elements fetched ahead, where fetching takes waiting
+  int64_t prefetch_numel = INT64_MAX;           // elements fetched ahead, where fetching takes waiting
   // Writes of the user into gathered values are kept until the engine's slices have taken it (UserWrites).
   bool keeps_writes = false;
   // A slice of this rank could not be read: the other ranks wait for it, and are told.
@@ -139,7 +140,8 @@ class ParamGatherer {
   bool in_forward_ = false;
   int64_t forwards_ = 0;
   int64_t events_ = 0;  // starts and ends of backward parts
-  // Held from a backward with create_graph, inside forward or not, to the next step: several backwards may use its graph.
+  // Held from a backward with create_graph, inside forward or not, to the next step: several backwards may use its
+  // graph.
   std::vector<ShardedParam*> saved_again_;
   bool creates_graph_ = false;
   std::vector<int32_t> trace_, recording_;

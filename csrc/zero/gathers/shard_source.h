@@ -1,4 +1,4 @@
-// Where gathered parameters come from.
+// The sources of gathered parameters.
 //
 // [Note: who must take part]
 // Ranks may take different branches (experts, depth, the length of what they generate), so a gather must not need the
@@ -48,10 +48,11 @@ class ShardSource {
   virtual void expect(const std::vector<ShardedParam*>& params) { prefetch(params); }
   // Available parameters take the values that the shards have now, in place. Every rank calls it for the same ones.
   virtual void refresh(const std::vector<ShardedParam*>& params) = 0;
-  // When forward number `forward` of this rank begins; `wrote`: its user has written to slices since the last one.
-  // Where a rank has, all wait for each other, so that all read in that forward what was written before it; true then.
-  // No rank waits where none has. Fails where this rank has read slices in that forward that another one has written
-  // before. By collectives each rank sends its slice when it has come as far, and nobody has to meet.
+  // Called when forward number `forward` of this rank begins; `wrote`: its user has written to slices since the last
+  // one. Where a rank has, all wait for each other, so that all read in that forward the values that were written
+  // before it, and the result is true. No rank waits where none has. Fails where this rank has read slices in that
+  // forward that another one has written before. By collectives each rank sends its slice when it has come as far, and
+  // nobody has to meet.
   virtual bool meet_writes(bool /*wrote*/, int64_t /*forward*/) { return false; }
   // This rank's forward has ended; the user is about to write to slices of this rank, which waits until others' have.
   virtual void end_forward() {}

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 
 namespace ds::zero {
 

@@ -14,7 +14,7 @@ enum class StateKind { kMaster, kGrad, kSlot };
 // Options of parameters that do not rest on the device.
 struct ParamOffload {
   int64_t host_numel = INT64_MAX;  // elements that rest on the host, the first ones, where the others rest in files
-  // Of parameters in files: the number of buffers for their copies on the host, and the elements of each.
+  // For parameters in files: the number of buffers for their copies on the host, and the elements of each.
   int64_t buffers = INT64_MAX, buffer_numel = INT64_MAX;
   int rank = 0;  // of the job: names the folder of files
 
@@ -39,10 +39,10 @@ struct Placements {
   bool moves_grads() const { return grad.rest != storage::Medium::kDevice; }
 };
 
-// How a step fetches buffers of other tiers.
+// Limits and options of a step that fetches buffers of other tiers.
 struct Swapping {
   int64_t bucket_numel = INT64_MAX;  // elements of a bucket, at most
-  // Of files: the number of rows of the largest bucket in the host's memory at a time, for each of the bucket that is
+  // For files: the number of rows of the largest bucket in the host's memory at a time, for each of the bucket that is
   // updated, the one that is read ahead and the one that is written. 0: no limit.
   int64_t buffer_count = 0;
   // The number of rows of reduced gradients in transfer from the device to their tier; the backward waits for the first

@@ -9,7 +9,7 @@
 
 namespace ds::zero {
 
-// How the gradient of a parameter travels where every rank keeps all of it (stage 0).
+// The form in which the gradient of a parameter travels where every rank keeps all of it (stage 0).
 enum class GradForm {
   kDense,
   kRows,        // the rows that a backward has touched

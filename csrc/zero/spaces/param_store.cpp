@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
-#include "io/paths.h"
+#include "io/folders/paths.h"
 #include "storage/meta_memory.h"
 
 namespace ds::zero {

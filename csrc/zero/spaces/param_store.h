@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "zero/offload/offloaded_params.h"
+#include "zero/spaces/offloaded_params.h"
 #include "zero/spaces/param_space.h"
 #include "zero/spaces/param_spec.h"
 #include "zero/stage_policy.h"
@@ -137,7 +137,8 @@ class ParamStore {
   void set_grad_dtype(c10::optional<at::ScalarType> type);
   c10::optional<at::ScalarType> grad_dtype() const { return options_.grad_dtype; }
 
-  // Planes by what for, as below, and their bytes; without those that are a part of memory that others use.
+  // Planes of one kind (lp, master, grad, local, slots) and their sizes in bytes. Planes inside memory that others own
+  // are left out.
   std::vector<std::pair<storage::PlaneId, int64_t>> planes(const std::string& what) const;
   // Bytes this rank holds, by what for: lp, master, grad, local, slots.
   std::vector<std::pair<std::string, int64_t>> held_bytes() const;

@@ -51,7 +51,7 @@ void ParamStore::allocate_shards() {
     largest = (largest + options_.align - 1) / options_.align * options_.align;
     offloaded_ = std::make_unique<OffloadedParams>(storage_, placements.lp, options_.param_offload, largest);
   }
-  // Of a CPU the host's memory is what ranks share.
+  // Ranks on CPUs share the host's memory.
   const bool shared = !offloaded_ || (placements.lp.rest == storage::Medium::kHost && device_.is_cpu());
   for (const auto& [ranks, params] : sharded_groups()) {
     const comm::CommunicatorPtr& group = ranks.shard;

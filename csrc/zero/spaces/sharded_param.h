@@ -16,7 +16,7 @@
 
 namespace ds::zero {
 
-// How often a tensor was written in place; 0 of one that was made in inference mode, where nobody counts.
+// Number of times that a tensor was written in place; 0 for one made in inference mode, where nobody counts.
 uint32_t version_of(const at::Tensor& tensor);
 
 enum class ParamStatus { kAvailable = 1, kNotAvailable = 2, kInflight = 3 };
@@ -86,8 +86,9 @@ class ShardedParam {
 
   // A write of the user into the gathered values, outside of GatheredParameters with a modifier_rank, counts as in a
   // process without an engine: such a parameter is not released before the slices have taken it (UserWrites).
-  // written(): in place, or by another tensor as param.data. `data_given`: param.data was handed out, and writes to that
-  // are not counted, so that whoever releases the parameter compares it with the slices; `kept`: it found another value.
+  // written(): in place, or by another tensor as param.data. `data_given`: param.data was handed out, and writes to
+  // that are not counted, so that whoever releases the parameter compares it with the slices; `kept`: it found another
+  // value.
   bool written() const;
   void know_values();
   bool own_part_differs() const;  // from the slice
@@ -104,7 +105,7 @@ class ShardedParam {
 
   int64_t id = -1;             // a number of this process; names its file
   std::string rule = "dense";  // of one that is not trained: which ranks it is spread over, see space_rules/
-  // How many users need it gathered: module calls, contexts, persistence. Released by the last.
+  // Number of users that need it gathered: module calls, contexts, persistence. The last one releases it.
   int holders = 0;
   bool persistent = false;
   std::function<void(ParamStatus)> on_status;  // called after each change

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "io/file_error.h"
-#include "io/swap_files.h"
+#include "io/folders/swap_files.h"
 
 namespace ds::zero {
 

@@ -70,11 +70,11 @@ class StateAccess {
   void refresh_master();
   void publish();  // Stepper::publish
 
-  // Of masters and optimizer states, which stay as they are until let_go; the calls above that change them wait.
+  // Holds masters and optimizer states as they are until let_go; the calls above that change them wait.
   void hold_states();
   StateLeases& hold() { return hold_; }
 
-  // Of the stepper, and behind them what the strategy keeps: what a slot's number means in all calls here.
+  // Names of all slots: the optimizer's, then the strategy's. A slot number is an index into this list.
   std::vector<std::string> slot_names() const;
   // Goes on where StepStrategy::counters stood; after states have been read. Every rank calls it.
   void restore_strategy(const Counters& counters);

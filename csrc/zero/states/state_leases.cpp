@@ -8,7 +8,7 @@ namespace ds::zero {
 
 void StateLeases::hold(const std::vector<std::pair<const ParamSpace*, const Buffer*>>& more) {
   std::vector<storage::Lease> leases;
-  // Of each row that rests in memory: what lies in files cannot be copied from there by somebody else.
+  // Adds each row that rests in memory. A row in files cannot be copied from there by another thread.
   const auto add = [&](const ParamSpace& space, const Buffer& buffer) {
     for (const plan::Bucket& bucket : space.map.buckets) {
       const plan::Range row = space.row_in(buffer, bucket);

@@ -14,7 +14,7 @@ namespace ds::zero {
 
 class StateSource : public io::ByteSource {
  public:
-  // Of a piece, beginning at an element of the source.
+  // A run of elements of a piece, which begins at an element of the source.
   struct Run {
     int64_t at;
     Piece piece;

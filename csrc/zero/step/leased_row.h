@@ -37,7 +37,7 @@ class LeasedRow {
       : space_(&space), buffer_(&like), begin_(part_of(space, like, bucket).begin), lease_(std::move(row)) {}
 
   const at::Tensor& data() const { return lease_.data(); }
-  // Of an element of the shard space that lies in it.
+  // The address of an element of the shard space that lies in the row.
   void* address(int32_t bucket, int64_t shard_offset) const {
     const int64_t offset = space_->offset_in(*buffer_, space_->map.buckets[bucket], shard_offset) - begin_;
     return static_cast<char*>(data().data_ptr()) + offset * static_cast<int64_t>(data().element_size());

@@ -31,7 +31,7 @@ struct NewtonSchulz {
   int steps = 5;
   // kGram: where it costs less and the products are fp32. See [Note: two forms of the iteration].
   NewtonSchulzForm form = NewtonSchulzForm::kGram;
-  // Of the products: unset means fp32 on the CPU and bf16 elsewhere.
+  // The dtype of the products: unset means fp32 on the CPU and bf16 elsewhere.
   c10::optional<at::ScalarType> dtype;
 
   // Overwrites `update` (fp32, one matrix or one vector's worth of rows: dimension 0 is the rows, the rest the columns;

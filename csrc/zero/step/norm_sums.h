@@ -1,4 +1,4 @@
-// How sums of squares of the spaces of an engine become one, over all ranks.
+// Adds the sums of squares of the spaces of an engine up to one, over all ranks.
 //
 // [Note: one norm]
 // Each space has a sum, which is added up over the lists of SpaceRanks::norm_over, one after the other. Spaces whose

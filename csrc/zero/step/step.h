@@ -18,13 +18,14 @@ struct StepInputs {
   bool check = false;       // gradients that are not finite skip the step
   bool name_nonfinite =
       false;  // StepReport::nonfinite is wanted, which costs a walk over gradients that are not finite
-  // How the loss scale moves with this step.
+  // The rules by which the loss scale moves with this step, and its state.
   std::optional<std::pair<optim::LossScaleRules, optim::LossScaleState>> scaler;
   // Called when it is known that the step is made, before anything has changed: the learning-rate schedule moves. What
   // it throws leaves weights, states and gradients as they were.
   std::function<void()> before_update;
-  // Of each parameter group, in the order of its rule. Or, for an optimizer that lives outside: its parameters, one for
-  // each piece, and what updates them from their .grad (unscaled and clipped); not called when the step is skipped.
+  // The hyperparameters of each parameter group, in the order of its rule. Or, for an optimizer that lives outside: its
+  // parameters, one for each piece, and what updates them from their .grad (unscaled and clipped); not called when the
+  // step is skipped.
   std::vector<std::vector<double>> hyper;
   std::vector<at::Tensor> masters;
   std::function<void()> outside;
@@ -39,7 +40,8 @@ struct StepReport {
   // Parameters into which the user has written since the last step, see [Note: what the user has written counts]; of
   // which this rank owns something.
   std::vector<std::string> written{};
-  // Of the next step. Unset: there is no scaler, or its rules fail now; who asks them again learns why.
+  // The loss scale of the next step. Unset without a scaler, or if its rules raise. Python then calls the rules again
+  // to raise the error.
   std::optional<optim::LossScaleState> loss_scale{};
 };
 

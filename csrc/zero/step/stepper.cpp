@@ -175,7 +175,7 @@ void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& pa
   count_steps(parts, grads);
 }
 
-// Of each part's own count; parts that have none count a parameter once.
+// Adds a step to each part's own count; parts without one count a parameter once.
 void Stepper::count_steps(const std::vector<UpdatePart>& parts, const GradReducer& grads) {
   std::vector<uint8_t> counted(store_.size());
   for (const UpdatePart& part : parts) {

@@ -56,8 +56,8 @@ RunsByCount runs_by_count(const ParamSpace& space, const UpdateChoice& choice);
 struct UpdateRows {
   LeasedRow master, grad, lp;  // lp: none where nothing else takes the new values
   std::vector<LeasedRow> slots;
-  // Of rules that need more, in the device's memory: an fp32 number for each element of the shard space from `origin`
-  // on; a row of fp64 numbers for each parameter of the engine.
+  // Memory of the device for rules that need more: an fp32 number for each element of the shard space from `origin` on;
+  // a row of fp64 numbers for each parameter of the engine.
   float* scratch = nullptr;
   int64_t origin = 0;
   double* sums = nullptr;

@@ -1,4 +1,5 @@
-"""Which accelerator this process uses: the one that was set, the one ``DS_ACCELERATOR`` names, or the best present."""
+"""The accelerator that this process uses: the one that was set, the one ``DS_ACCELERATOR`` names, or the best
+present."""
 
 import os
 import threading

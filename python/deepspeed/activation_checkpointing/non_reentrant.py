@@ -19,7 +19,7 @@ class _KeptInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        raise RuntimeError("the node that holds a segment's inputs is no part of any graph")
+        raise RuntimeError("the node that holds a segment's inputs is not part of any graph")
 
 
 class _Holder:

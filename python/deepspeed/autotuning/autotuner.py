@@ -105,8 +105,8 @@ class Autotuner(ModelFacts):
         return sizes
 
     def _some_sizes(self, base, ranges, every):
-        """Of each stage ``num_tuning_micro_batch_sizes`` micro-batches: the best by forecast, or those below the
-        largest that fits, which experiments find where nothing is known."""
+        """Returns ``num_tuning_micro_batch_sizes`` micro-batch sizes of each stage: the best by forecast. Where nothing
+        is known, those below the largest that fits, which experiments find."""
         start, largest = self.min_train_micro_batch_size_per_gpu(), self.max_train_micro_batch_size_per_gpu()
         chosen, count = {}, self.num_tuning_micro_batch_sizes()
         for stage in ranges[STAGE]:

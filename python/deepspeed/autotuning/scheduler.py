@@ -59,7 +59,7 @@ class ResourceManager:
         for path in exp_paths:
             exp = read_json(path)
             if exp is None:
-                raise ValueError(f"autotuning: {path} is no experiment: it holds no JSON")
+                raise ValueError(f"autotuning: {path} is not an experiment: it holds no JSON")
             old = read_json(os.path.join(self.folder(exp["name"]), "exp.json")) or {}
             if all(old.get(key) == value for key, value in exp.items()):
                 if "exit_code" in old:
@@ -73,7 +73,7 @@ class ResourceManager:
                 self.experiment_queue.append(exp)
 
     def folder(self, name):
-        """Of an experiment, for what it writes. The name may come from a file."""
+        """The folder for what the experiment ``name`` writes. The name may come from a file."""
         return path_below(self.results_dir, name, "an experiment", "entry")
 
     def _result(self, exp):
@@ -90,7 +90,7 @@ class ResourceManager:
         return {host: [self.free[host].pop(0) for _ in range(exp["num_gpus"])] for host in fitting}
 
     def capacity(self, exp):
-        """How many such experiments can run at once."""
+        """Number of such experiments that can run at once."""
         each = sum(len(slots) // exp["num_gpus"] for slots in self.slots.values())
         return max(1, each // exp["num_nodes"])
 
@@ -129,7 +129,8 @@ class ResourceManager:
         self.running_experiments[exp["name"]] = [exp, process, reservations, port, time.monotonic(), None]
 
     def _port(self):
-        """Of each running experiment another one, from ``--master_port`` on; without that the launcher finds one."""
+        """A port that no running experiment has, from ``--master_port`` on; without that option the launcher finds
+        one."""
         if self.args.master_port is None:
             return None
         used = {port for _, _, _, port, _, _ in self.running_experiments.values()}
@@ -210,7 +211,7 @@ class ResourceManager:
         time.sleep(_POLL_S)
 
     def _reason(self, exp, code):
-        """Why an experiment has failed, or an empty text."""
+        """The reason for which an experiment has failed, or an empty text."""
         result = self._result(exp)
         if result is not None and "failure" in result:
             return str(result["failure"])

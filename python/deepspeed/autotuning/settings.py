@@ -51,10 +51,10 @@ def section_of(config):
     given = config.get("autotuning") or {}
     fields = schema()["properties"]["autotuning"]["properties"]
     if not isinstance(given, dict):
-        raise ValueError(f'autotuning: {given!r} is no section: write "autotuning": {{"enabled": true}}')
+        raise ValueError(f'autotuning: {given!r} is not a section: write "autotuning": {{"enabled": true}}')
     for key, value in given.items():
         if key not in fields:
-            raise ValueError(f"autotuning.{key} is no key of the configuration.{nearest(key, fields)}")
+            raise ValueError(f"autotuning.{key} is not a key of the configuration.{nearest(key, fields)}")
         types, field = key_schema(f"autotuning.{key}")
         fits = any(isinstance(value, _KINDS[kind]) for kind in types) and ("boolean" in types) >= isinstance(
             value, bool
@@ -127,11 +127,11 @@ class TuningSettings:
         for key, flag in self.arg_mappings.items():
             if key.split(".")[0] not in known and get_val_by_key(given, key) is None:
                 raise ValueError(
-                    f"autotuning.arg_mappings: {key!r} is no key of the configuration.{nearest(key, known)}"
+                    f"autotuning.arg_mappings: {key!r} is not a key of the configuration.{nearest(key, known)}"
                 )
             if not flag.startswith("-"):
                 raise ValueError(
-                    f"autotuning.arg_mappings: {key!r} is mapped to {flag!r}, which is no argument of the script: "
+                    f"autotuning.arg_mappings: {key!r} is mapped to {flag!r}, which is not an argument of the script: "
                     f"write --{flag}"
                 )
         mapped = set(self.arg_mappings.values())

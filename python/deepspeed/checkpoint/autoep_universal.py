@@ -11,6 +11,7 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.layouts.names import (
     EXPERT_STATES,
     STEP,
@@ -20,7 +21,6 @@ from deepspeed.checkpoint.layouts.names import (
     state_path,
 )
 from deepspeed.checkpoint.layouts.saved_state import eager
-from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.read.loading import listed
 from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions, replace_file
 

@@ -6,7 +6,7 @@ import os
 import torch
 
 from deepspeed.checkpoint.constants import LAYER_FILE_PREFIX, PARAM_SHAPES
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.reshape_3d_utils import model_3d_desc
 from deepspeed.checkpoint.reshape_meg_2d import print_map, reshape_meg_2d_parallel
 from deepspeed.checkpoint.reshape_utils import (

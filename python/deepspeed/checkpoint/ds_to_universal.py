@@ -23,11 +23,10 @@ from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published her
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.checkpoint.convert.export import torch_files
 from deepspeed.checkpoint.convert.universal import Conversion, Source, merge_parameter, run_tasks
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.saved_shards import SlicedState
 from deepspeed.checkpoint.layouts.saved_state import plain
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules
-from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
 from deepspeed.checkpoint.write.file_writer import PreparedTorch, file_crc32, file_record, replace_file
 from deepspeed.checkpoint.write.pointer import replace_text
@@ -151,7 +150,7 @@ def _convert(conversion, target, args):
 
 
 def _record_of(folder, name):
-    """Of a file that was copied or written in one piece; it is on the disk afterwards."""
+    """Returns the record of a file that was copied or written in one piece, once it is on the disk."""
     path = os.path.join(folder, name)
     with open(path, "rb") as file:
         os.fsync(file.fileno())

@@ -70,7 +70,7 @@ class model_3d_desc:
             if new < 1 or new > old:
                 errors.append(f"{dim} degree {old} cannot become {new}: only a smaller grid can be made")
             elif dim != DP_DIM and old % new:
-                errors.append(f"{dim} degree {old} is no multiple of {new}")
+                errors.append(f"{dim} degree {old} is not a multiple of {new}")
         return not errors, errors
 
 

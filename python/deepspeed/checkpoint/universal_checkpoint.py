@@ -11,13 +11,13 @@ import types
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.layouts.saved_universal import (  # noqa: F401 (published here)
     SubparamShape,
     even_widths,
     local_slice,
     narrow_sub_params,
 )
-from deepspeed.checkpoint.read import storage
 
 
 def enable_universal_checkpoint(param_list):

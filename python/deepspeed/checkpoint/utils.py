@@ -5,8 +5,7 @@ import os
 import torch
 
 from deepspeed.checkpoint.constants import MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX
-from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import names, storage
 
 
 def get_model_ckpt_name_for_rank(base_folder, mp_rank_str):

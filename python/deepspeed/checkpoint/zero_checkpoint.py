@@ -13,7 +13,7 @@ from deepspeed.checkpoint.constants import (
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files, merge_state
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -28,7 +28,7 @@ class ZeROCheckpoint:
         self.num_files = len(self.file_list)
         if not self.num_files:
             raise FileNotFoundError(
-                f"{dir} has no file *_optim_states.pt: it is no folder of a ZeRO checkpoint (its parent may be one)"
+                f"{dir} has no file *_optim_states.pt: it is not a folder of a ZeRO checkpoint (its parent may be one)"
             )
         self.src_3d = source_3d if source_3d is not None else get_model_3d_descriptor(dir)
         if self.src_3d.world_size() != self.num_files:

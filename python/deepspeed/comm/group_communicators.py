@@ -53,7 +53,7 @@ class GroupCommunicator:
     def _take(self, native):
         self.native, self.in_memory = native, native.name == "shm"
         # run(verb, given, taken, detached=False, op="sum", peer=-1, splits=([], []), tag=0): see
-        # csrc/comm/calls/script_calls.h. torch's ``Work`` if it is detached, else None at the end of the call.
+        # csrc/comm/scripts/script_calls.h. torch's ``Work`` if it is detached, else None at the end of the call.
         self.run = _native._C.ScriptCalls(native).call
 
 

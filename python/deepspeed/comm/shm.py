@@ -4,7 +4,7 @@
 
 CPU tensors of any dtype in every collective; reductions are formed in rank order, 16-bit floats in fp32, so all ranks
 and all runs get the same bits. It is a native communicator behind torch's interface of a backend
-(csrc/comm/calls/c10d_backend.h), over a gloo group made beside it. That one carries messages and the rest: sparse
+(csrc/comm/scripts/c10d_backend.h), over a gloo group made beside it. That one carries messages and the rest: sparse
 tensors, tensors of other devices, and collectives where ranks are on several hosts.
 """
 

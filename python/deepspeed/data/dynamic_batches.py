@@ -137,7 +137,8 @@ def _lengths_in(file):
         return numpy.load(file, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(
-            f"{file} is damaged, or it is no file of numpy. Remove it, so that the lengths are measured again: {error}"
+            f"{file} is damaged, or it is not a file of numpy. Remove it, so that the lengths are measured again: "
+            f"{error}"
         ) from error
 
 

@@ -165,8 +165,8 @@ class TokenDropping:
         for number, (name, forward) in enumerate(forwards.items()):
             if self.mask_name and not forward.takes_any and self.mask_name not in forward.takes:
                 raise ValueError(
-                    f"random_ltd.model_mask_name '{self.mask_name}' is no argument of {name}.forward, whose arguments "
-                    f"are {', '.join(forward.names)}: name the attention mask, or leave the key out"
+                    f"random_ltd.model_mask_name '{self.mask_name}' is not an argument of {name}.forward, whose "
+                    f"arguments are {', '.join(forward.names)}: name the attention mask, or leave the key out"
                 )
             if number in wanted:
                 forward.taken(self, number)

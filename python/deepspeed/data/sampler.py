@@ -93,7 +93,7 @@ class CurriculumSampler:
         for name, function in schedule_func_dict.items():
             scheduler = self._metrics.get(name)
             if scheduler is None or scheduler.get_state()["schedule_type"] != "custom":
-                kind = "is no metric of the curriculum" if scheduler is None else "has no schedule_type 'custom'"
+                kind = "is not a metric of the curriculum" if scheduler is None else "has no schedule_type 'custom'"
                 custom = [one for one, of in self._metrics.items() if of.get_state()["schedule_type"] == "custom"]
                 raise ValueError(
                     f"set_custom_curriculum_learning_schedule: {name!r} {kind}. The metrics that have it are "

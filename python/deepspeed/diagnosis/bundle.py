@@ -77,7 +77,7 @@ def _read(path):
         raise BundleError(f"{path} cannot be read: {error}") from None
     version = content.get("version") if isinstance(content, dict) else None
     if not isinstance(version, int) or (version == VERSION and _NEEDED - content.keys()):
-        raise BundleError(f"{path} is no file of a post-mortem, or damaged")
+        raise BundleError(f"{path} is not a file of a post-mortem, or damaged")
     return content
 
 

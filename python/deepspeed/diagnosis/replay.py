@@ -149,7 +149,8 @@ class Replay:
                 sums[name] = sums[name] + grad if name in sums else grad
 
     def figures(self, passes):
-        """Of each rank, (name, offset, numel) -> (2-norm, sum) of the pieces of the gradients that ``passes`` make."""
+        """Returns one dict for each rank: (name, offset, numel) -> (2-norm, sum) of the pieces of the gradients that
+        ``passes`` make."""
         reduced, made = self._reduced(passes.values()), {}
         for rank, content in self.bundle.ranks.items():
             made[rank] = {}

@@ -1,4 +1,4 @@
-"""Which value of the configuration each plain accessor of the engine returns: its name -> where the value lies.
+"""The plain accessors of the engine: name -> path of the value of the configuration that it returns.
 
 What is computed from several values is in ``accessors.py``. A feature that this build does not have is off: the
 configuration refuses its switch.
@@ -19,7 +19,7 @@ _SAME = (
     "eigenvalue_layer_name", "eigenvalue_layer_num", "pld_enabled", "pld_params", "curriculum_enabled_legacy",
     "curriculum_params_legacy", "data_efficiency_enabled", "data_efficiency_config",
 )  # fmt: skip
-# Of a section: prefix of the accessor's name -> keys that follow it.
+# Accessors of one section: prefix of the accessor's name -> keys that follow it.
 _PREFIXED = {
     ("zero_config", "zero_"): (
         "reduce_bucket_size", "reduce_scatter", "overlap_comm", "contiguous_gradients", "round_robin_gradients",
@@ -64,12 +64,11 @@ PATHS = {
     "curriculum_learning_enabled": "data_efficiency_config.data_sampling.curriculum_learning.enabled",
     "random_ltd_config": "data_efficiency_config.data_routing.random_ltd",
     "is_deepcompile_enabled": "compile_config.deepcompile",
-    # Where a section may be absent: what stands for its value then.
+    # Values of a section that may be absent, each with the value that is returned then.
     "zero_partial_offload": ("zero_config.offload_optimizer.ratio", 0.0),
     "super_offload": ("zero_config.offload_optimizer.super_offload", False),
-    "cpuadam_cores_perc": ("zero_config.offload_optimizer.cpuadam_cores_perc", 0.8),
 }
-# Of the engine itself.
+# Accessors of values that the engine itself has.
 OWN_PATHS = {
     "get_global_grad_norm": "_steps.norm",
     "was_step_applied": "_steps.applied",

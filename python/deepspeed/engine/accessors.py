@@ -6,6 +6,7 @@ The accessors that hand out one value as it is are a table, ``accessor_table.py`
 import torch
 
 from deepspeed import _native
+from deepspeed.config.sections import DeepSpeedZeroOffloadOptimizerConfig
 from deepspeed.data.random_ltd import is_on
 from deepspeed.engine.accessor_table import PATHS
 from deepspeed.utils.forwarding import answers_from
@@ -100,6 +101,10 @@ class ConfigAccessors:
     def _offload_device(self):
         section = self.zero_offload_optimizer()
         return "none" if section is None else str(getattr(section.device, "value", section.device))
+
+    def cpuadam_cores_perc(self):
+        """Share of torch's threads that make the steps of ``super_offload``."""
+        return (self.zero_offload_optimizer() or DeepSpeedZeroOffloadOptimizerConfig()).cpuadam_cores_perc
 
     def zero_use_cpu_optimizer(self):
         """Whether the step runs on the CPU: optimizer states are offloaded to it, or through it to NVMe."""

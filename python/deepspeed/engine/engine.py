@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import _LRScheduler
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.engines.base import make_engine
-from deepspeed.checkpoint.write.save import expected_bytes
+from deepspeed.checkpoint.save.save import expected_bytes
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.engine import checks, cross_engine_scaling, parts
 from deepspeed.engine.accessor_table import OWN_PATHS

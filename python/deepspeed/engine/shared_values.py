@@ -10,8 +10,8 @@ from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
 class SharedValues:
-    """What shares memory with parameters of ``module`` that are trained. ``trained``: these. ``sharded``: every rank
-    will hold slices alone."""
+    """Tensors that share memory with the trained parameters of ``module``. ``trained``: these parameters. ``sharded``:
+    every rank will hold slices alone."""
 
     problem = None  # why something cannot go on to share memory
 

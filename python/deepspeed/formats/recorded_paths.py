@@ -1,4 +1,4 @@
-"""The one way from a name that a file or a socket says to a path: ``csrc/io/paths.h``.
+"""The one way from a name that a file or a socket says to a path: ``csrc/io/folders/paths.h``.
 
 Code that runs without torch takes ``deepspeed.host.recorded_names``. A house test lists every other module that joins
 names to a folder.

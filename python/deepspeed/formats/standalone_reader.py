@@ -127,7 +127,7 @@ class _Tensors:
     def persistent_load(self, pid):
         """A storage: ('storage', type, key, location, numel)."""
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
-            raise pickle.UnpicklingError("a persistent id that is no storage")
+            raise pickle.UnpicklingError("a persistent id that is not a storage")
         kind, key, location, numel = pid[1:5]
         if type(kind) is not StorageType or type(key) is not str or type(location) is not str or type(numel) is not int:
             raise pickle.UnpicklingError("a storage of another kind")
@@ -270,7 +270,7 @@ def load(path, lazy=False, trust=None):
     except (pickle.UnpicklingError, zipfile.BadZipFile):
         raise
     except (ArithmeticError, EOFError, LookupError, RuntimeError, ValueError, OSError, struct.error) as error:
-        # What the zipfile module says of an archive that lies; a disk that fails says something else.
+        # The zipfile module raises these for a damaged archive; a disk that fails raises something else.
         if trust or isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise zipfile.BadZipFile(f"{path} is damaged: {error}") from error

@@ -118,7 +118,7 @@ def parse_size(text):
     """Bytes in a size like "5GB" (10**9), "5GiB" (2**30) or 5000000000. ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if found is None or found.group(2).upper() not in _UNITS or isinstance(text, bool):
-        raise ValueError(f"max_shard_size = {text!r} is no size: write it like '5GB', '500MB' or 5000000000")
+        raise ValueError(f"max_shard_size = {text!r} is not a size: write it like '5GB', '500MB' or 5000000000")
     size = int(float(found.group(1)) * _UNITS[found.group(2).upper()])
     if size < 1:
         raise ValueError(f"max_shard_size = {text!r} is too small for a file")

@@ -1,4 +1,5 @@
-"""What all programs of this package share: how they end, and outputs that are tried before work begins."""
+"""Parts that all programs of this package share: exit codes, arguments, and outputs that are tried before work
+begins."""
 
 import functools
 import os

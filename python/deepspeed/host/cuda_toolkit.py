@@ -99,7 +99,7 @@ def parse_architectures(text):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", part)
         if not match:
             raise ValueError(
-                f"{ARCHITECTURES} is {text!r}, and {part!r} in it is no compute capability. Write, for example, "
+                f"{ARCHITECTURES} is {text!r}, and {part!r} in it is not a compute capability. Write, for example, "
                 f"{ARCHITECTURES}='8.0;9.0+PTX', or names: {', '.join(_FAMILIES)}."
             )
         number = "".join(match.group(1, 2, 3))

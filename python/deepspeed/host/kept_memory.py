@@ -33,7 +33,7 @@ def read_line(connection):
     while not data.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(data) > LINE_BYTES:
-            raise ConnectionError("the connection was closed" if not byte else "what came is no line")
+            raise ConnectionError("the connection was closed" if not byte else "what came is not a line")
         data += byte
     return data[:-1].decode("utf-8", "replace")
 

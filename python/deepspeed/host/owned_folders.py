@@ -5,10 +5,10 @@ import stat
 
 
 def why_foreign(path, top):
-    """Why another user may have written the file ``path``, or None. It, and all folders from its own up to ``top``,
-    must belong to this user or to root, and nobody else may write to them. For folders of this user that others may
-    write to the permission is taken away; ``top`` itself may be writable, because what is directly in it has an owner,
-    too."""
+    """The reason why another user may have written the file ``path``, or None. It, and all folders from its own up to
+    ``top``, must belong to this user or to root, and nobody else may write to them. For folders of this user that
+    others may write to the permission is taken away; ``top`` itself may be writable, because what is directly in it has
+    an owner, too."""
     users, top = {os.geteuid(), 0}, os.path.abspath(top)
     path = os.path.abspath(path)
     levels = [path]

@@ -1,4 +1,4 @@
-"""A recorded name becomes a path: the function of ``csrc/io/paths.h`` for programs that run without torch.
+"""A recorded name becomes a path: the function of ``csrc/io/folders/paths.h`` for programs that run without torch.
 
 Those are ``ds_ckpt``, the launcher, and the script ``zero_to_fp32.py`` beside a checkpoint. All other code calls
 ``path_below`` of ``deepspeed.formats.recorded_paths``, which is the C++ function. Tests compare the two.
@@ -30,7 +30,7 @@ def path_below(folder, name, source, kind="path"):
     if kind not in KINDS:
         raise ValueError(f"the kind of a recorded name is path, entry or tag, not '{kind}'")
     if not isinstance(name, str):
-        refuse("is no text")
+        refuse("is not text")
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -65,7 +65,7 @@ def open_regular(path):
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "this is no regular file", str(path))
+        raise OSError(errno.EINVAL, "this is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

@@ -10,9 +10,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.layouts.names import LATEST, latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
-from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_saved
 from deepspeed.checkpoint.run_state import LoadTarget, RunState
 from deepspeed.comm import mesh, mesh_views
@@ -29,7 +29,7 @@ from deepspeed.moe.serving import serve_alike, share_experts, slice_experts
 from deepspeed.utils.module_attributes import attribute_or_that_of_module
 from deepspeed.zero.parameters.param_ranks import ModuleTensors
 
-# What is still to be built: key -> the values that need nothing.
+# Keys whose features are not built yet -> the values that need no such feature.
 _NOT_BUILT = {
     "use_triton": (False,),
     "triton_autotune": (False,),

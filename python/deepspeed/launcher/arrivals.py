@@ -50,7 +50,7 @@ class Arrivals:
             theirs, challenge = join["proof"], str(join["nonce"])
             host, why = self._job.host_of(join, self._hosts)
         except (LookupError, TypeError, AttributeError, UnicodeEncodeError):  # not an agent of this program
-            return self._refuse(link, "this is no agent of a job")
+            return self._refuse(link, "this is not an agent of a job")
         key = self._job.key if host is None else self._job.key_of(host)
         if key is None and not link.lost:
             return None  # the key of this agent arrives on another connection, possibly later

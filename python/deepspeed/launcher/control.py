@@ -135,7 +135,7 @@ class Link:
             return None
         kind, size = _HEAD.unpack_from(self._in)
         if kind not in (MESSAGE, OUTPUT, ERRORS, INPUT) or size > self._largest:
-            raise ValueError("what came over the link is no message of a launcher")
+            raise ValueError("what came over the link is not a message of a launcher")
         end = _HEAD.size + size
         if len(self._in) < end:
             return None

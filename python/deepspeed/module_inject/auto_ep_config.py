@@ -42,7 +42,7 @@ def parse_autoep_config(param_dict):
             "validate_folding_routing",
             f"{config.validate_folding_routing!r} is neither true nor false",
         ),
-        *((not _is_count(values[key]), key, f"{values[key]!r} is no number of at least 1") for key in numbers),
+        *((not _is_count(values[key]), key, f"{values[key]!r} is not a number of at least 1") for key in numbers),
         *(
             (values[key] not in known, key, f"{values[key]!r} is none of {', '.join(map(str, known))}")
             for key, known in choices.items()

@@ -151,9 +151,9 @@ class AutoEPMoELayer(torch.nn.Module):
             given = source(token)
         except (TypeError, ValueError, RuntimeError) as e:  # other arguments, other shapes: none of transformers' own
             warning_once(
-                f"MoE layer '{self.layer_name}': its router {type(source).__name__} cannot be asked with one tensor "
-                f"[1, 1, {spec.hidden_size}] what it calls its logits ({type(e).__name__}: {e}); where they are "
-                f"recorded, they are taken for {usual!r}, the preset's router_logits_capture_mode",
+                f"MoE layer '{self.layer_name}': could not call its router {type(source).__name__} with a "
+                f"[1, 1, {spec.hidden_size}] tensor to find its logits ({type(e).__name__}: {e}). Recorded logits "
+                f"follow the preset's router_logits_capture_mode, {usual!r}",
                 key=f"router of {type(source).__name__}",
             )
             return usual

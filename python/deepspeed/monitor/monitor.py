@@ -19,7 +19,7 @@ MONITORS.register("wandb", "deepspeed.monitor.wandb:WandbMonitor")
 MONITORS.register("comet", "deepspeed.monitor.comet:CometMonitor")
 MONITORS.register("csv_monitor", "deepspeed.monitor.csv_monitor:csvMonitor")
 
-# Of the sections with a published key: the attribute of MonitorMaster that scripts know.
+# Sections with a published key -> the attribute of MonitorMaster that scripts know.
 _ATTRIBUTES = {
     "tensorboard": "tb_monitor", "wandb": "wandb_monitor", "comet": "comet_monitor", "csv_monitor": "csv_monitor",
 }  # fmt: skip

@@ -16,7 +16,9 @@ def bytes_of(text):
     """``400M`` as a number of bytes: a whole number with K, M, G, T (powers of 1024) or nothing behind it."""
     match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:I?B)?", str(text).strip().upper())
     if match is None or int(match.group(1)) == 0:
-        raise ValueError(f"{text!r} is no size: write a whole number above 0, with K, M, G or T behind it, like 400M")
+        raise ValueError(
+            f"{text!r} is not a size: write a whole number above 0, with K, M, G or T behind it, like 400M"
+        )
     return int(match.group(1)) * _UNITS[match.group(2)]
 
 
@@ -44,7 +46,7 @@ class Bench:
 
     def __init__(self, folder, io_size, device="cpu", use_gds=False, bounce=False, unlocked=False):
         if not os.path.isdir(folder):
-            raise FileNotFoundError(f"{folder} is no folder: make it on the drive that is to be measured")
+            raise FileNotFoundError(f"{folder} is not a folder: make it on the drive that is to be measured")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(
                 f"{folder} cannot be written by this user: choose another folder or change its rights"

@@ -70,7 +70,7 @@ def is_native(optimizer):
 
 
 def rules_of(optimizer):
-    """Of each parameter group the name of the native rule, which knows the states (``csrc/optim``); None where the
-    optimizer keeps states of its own."""
+    """Returns the name of the native rule of each parameter group, which knows the states (``csrc/optim``); None where
+    the optimizer keeps states of its own."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [optimizer.rule_of(group) if is_native(optimizer) else None for group in groups]

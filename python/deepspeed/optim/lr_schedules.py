@@ -139,9 +139,9 @@ def set_rate(group, rate):
 
 
 class _WithWarmup(_Schedule):
-    """``_formula_of(num_steps)`` makes the formula with a warm-up of so many steps."""
+    """``_formula_of(num_steps)`` makes the formula with a warm-up of ``num_steps`` steps."""
 
-    # Of a warm-up with a unit of its own: its iteration, and that of the unit at which it has ended, once it has.
+    # A warm-up with a unit of its own keeps its iteration here, and the iteration of the main unit at which it ended.
     warmup_iteration, warmup_end = -1, None
 
     def __init__(self, optimizer, unit, warmup_unit):

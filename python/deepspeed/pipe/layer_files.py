@@ -18,7 +18,7 @@ class LayerFiles:
         return os.path.join(checkpoints_path, str(tag), f"module{coordinates}")
 
     def _slices(self):
-        """Which part of its layers this rank has, such as ``"model_01"``; "" for all of them."""
+        """The part of its layers that this rank has, such as ``"model_01"``; "" for all of them."""
         return self._topo.get_rank_repr(self._grid.get_global_rank(), omit_axes=["data", "pipe", "sequence"])
 
     def _layer_path(self, ckpt_dir, layer):

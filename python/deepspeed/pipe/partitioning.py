@@ -1,4 +1,4 @@
-"""Which layers go to which part of a pipeline (``PipelineModule(partition_method=)``)."""
+"""Divides layers among the parts of a pipeline (``PipelineModule(partition_method=)``)."""
 
 import re
 

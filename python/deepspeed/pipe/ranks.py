@@ -91,7 +91,7 @@ class PipelineRanks(EngineRanks):
 
 
 class NoChannel:
-    """Of a pipeline with one stage, which sends nothing."""
+    """The channel of a pipeline with one stage, which sends nothing."""
 
     failed = ""
     sent = (0, 0)

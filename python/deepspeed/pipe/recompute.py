@@ -1,4 +1,4 @@
-"""Which layers of a part are computed again in its backward, together."""
+"""Groups the layers of a part that its backward computes again together."""
 
 from torch import nn
 

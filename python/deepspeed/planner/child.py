@@ -149,7 +149,7 @@ def _travels(error):
 
 
 def run_anew(function, args, threads):
-    """``function(*args)`` in a new interpreter, which uses so many threads."""
+    """``function(*args)`` in a new interpreter, which uses ``threads`` threads."""
     error, value = _told_by(*_begin_anew(function, args, threads))
     if error is not None:
         raise error

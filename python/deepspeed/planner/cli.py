@@ -28,7 +28,7 @@ from deepspeed.planner.world import World
 from deepspeed.profiling.report import Run, beside_plan
 from deepspeed.utils.init_on_device import OnDevice
 
-# Of frames whose code is torch's or ours, in a traceback.
+# Beginnings of traceback lines of frames whose code is torch's or ours.
 _LIBRARIES = tuple(
     f'File "{os.path.dirname(os.path.dirname(one))}' for one in (torch.__file__, os.path.dirname(__file__))
 )
@@ -126,7 +126,8 @@ class _Job:
 
 
 def _can_recompute(make, world, machine):
-    """Of a model that ``make`` makes in a job, because a ``PipelineModule`` needs one."""
+    """Whether the model that ``make`` makes can recompute activations. It is made in a job, because a
+    ``PipelineModule`` needs one."""
     World(0, world, 1 << 62, machine)
     with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
         made = make()

@@ -87,7 +87,7 @@ class Machine:
             try:
                 values = json.load(file)
             except ValueError as error:
-                raise ValueError(f"{path} is no machine file: {error}") from None
+                raise ValueError(f"{path} is not a machine file: {error}") from None
         version = values.pop("version", None) if isinstance(values, dict) else None
         if version != VERSION:
             raise ValueError(
@@ -96,7 +96,7 @@ class Machine:
             )
         names = {field.name for field in dataclasses.fields(cls)}
         if set(values) - names or not {"name", "flops", "memory"} <= set(values):
-            raise ValueError(f"{path} is no machine file: it has the keys {', '.join(sorted(values))}")
+            raise ValueError(f"{path} is not a machine file: it has the keys {', '.join(sorted(values))}")
         return cls(**values)
 
 
@@ -135,14 +135,15 @@ def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
 
 
 def _drive_rate(folder):
-    """Of the drive of ``folder``, or of the folder in which it will be made; 0 where nothing can be written there."""
+    """The rate of the drive that holds ``folder``, or the folder in which it will be made; 0 where nothing can be
+    written there."""
     while folder and not os.path.isdir(folder):
         folder = os.path.dirname(os.path.abspath(folder)).rstrip("/")
     return _native._C.memory.drive_update_rate(folder) if folder and os.access(folder, os.W_OK) else 0.0
 
 
 def mean_rate(read, write):
-    """Of bytes that are read and written in equal parts, one after the other."""
+    """The rate of bytes that are read and written in equal parts, one after the other."""
     return 2 / (1 / read + 1 / write) if read and write else 0.0
 
 

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.token_rows import ops
 from deepspeed.planner.child import run_anew
 
-_RUNS, _LEAST = 5, 2e-3  # the median of so many runs, each of which takes so many seconds
+_RUNS, _LEAST = 5, 2e-3  # the median of _RUNS runs, each of which takes at least _LEAST seconds
 _ATTENTION = "aten::_scaled_dot_product_"
 
 

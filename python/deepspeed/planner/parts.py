@@ -50,8 +50,8 @@ class LayerWork:
         return out
 
     def _add(self, name, cost, operands, out):
-        """Of an operator. A product with a weight has two gradients, one of each kind; one of two activations has two
-        of inputs."""
+        """Adds the cost of an operator. A product with a weight has two gradients, one of each kind; one of two
+        activations has two of inputs."""
         if cost.macs:
             used = [self.weights[memory_of(one)] for one in operands if memory_of(one) in self.weights]
             used = [one for one in used if one.dim() > 1] or used  # rather than the bias

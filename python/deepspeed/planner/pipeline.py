@@ -57,7 +57,7 @@ class Copy(NamedTuple):
 def plan_ranks(function, rows, copies=None):
     """``[function(*row) for row in rows]``, each in a process of its own. ``function`` plans a rank, the first of its
     arguments. Where it returns a ``Copy``, all stages of that one are planned with each other: they have one argument
-    more, their ``Peers``. ``copies``: at most so many."""
+    more, their ``Peers``. ``copies``: the largest number of copies."""
     made = run_each_apart(function, rows)
     if not isinstance(made[0], Copy):
         return made

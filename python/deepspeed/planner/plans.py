@@ -35,7 +35,7 @@ def bytes_of(text):
             return parse_size(text)
     except ValueError:
         pass
-    raise ValueError(f"{text!r} is no size of memory: write a number and a unit, such as 80GB or 40GiB")
+    raise ValueError(f"{text!r} is not a size of memory: write a number and a unit, such as 80GB or 40GiB")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def plan(
     planned; None: the first and the last one. Of a pipeline all stages that compute with their data are planned; None:
     with that of the first rank. loss: a function of the model's output; None: its attribute ``loss``, its first number,
     or the sum of its first tensor. optimizer: a function of parameters, where the configuration names none.
-    imbalance: the rank whose experts have most to do receives so many times the rows of the mean. measure: True: each
+    imbalance: the rows of the rank whose experts have most to do, divided by the mean over ranks. measure: True: each
     operator runs on a device of this machine, which gives its time; False: the rates of ``machine`` give the times; a
     dict: as True, and it keeps the times for further plans.
 

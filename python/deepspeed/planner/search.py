@@ -24,8 +24,9 @@ _OFFLOADS = {
 
 
 class Split(NamedTuple):
-    """How ranks share a model; None: as the job says it. ``num_stages`` and ``ep_size`` are arguments of the function
-    that makes the model, ``autoep_size`` and ``sequence`` (ranks that share a sequence) keys of the configuration."""
+    """The way in which ranks share a model; None: as the job says it. ``num_stages`` and ``ep_size`` are arguments of
+    the function that makes the model, ``autoep_size`` and ``sequence`` (ranks that share a sequence) keys of the
+    configuration."""
 
     num_stages: object = None
     ep_size: object = None
@@ -39,7 +40,7 @@ class Split(NamedTuple):
                 yield f"{size} {kinds.get(name, 'ranks of the experts')}"
 
     def arguments(self):
-        """Of the function that makes the model."""
+        """Arguments of the function that makes the model."""
         return {name: size for name, size in self._asdict().items() if size and name in ("num_stages", "ep_size")}
 
     def put_into(self, config):

@@ -8,7 +8,7 @@ import traceback
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.checkpoint.write.save import expected_bytes
+from deepspeed.checkpoint.save.save import expected_bytes
 from deepspeed.engine.arguments import only_training
 from deepspeed.engine.initialize import initialize
 from deepspeed.ops.by_name import is_native

@@ -103,7 +103,7 @@ def _with_parameters(module, x):
 
 
 def _of_number(numel):
-    """A model of so many parameters."""
+    """A model of this many parameters."""
     size = max(_ALIGNED, numel // _PARAMETERS // _ALIGNED * _ALIGNED)
     sizes = [size] * (numel // size) + ([numel % size] if numel % size else [])
     return torch.nn.ParameterList(torch.nn.Parameter(torch.empty(one, device="meta")) for one in sizes)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Cost(NamedTuple):
-    """Of one call. ``other``: the flops besides the two of each MAC. ``bytes``: read and written."""
+    """The cost of one call. ``other``: the flops besides the two of each MAC. ``bytes``: read and written."""
 
     macs: int = 0
     other: int = 0

@@ -16,14 +16,15 @@ _TRIES = 4
 
 
 def peak_flops(device, dtype):
-    """Of a product of square matrices of ``dtype``, in flops per second, measured once on each machine for each kind
-    of device and number of threads (``measured_once``)."""
+    """The peak of a product of square matrices of ``dtype``, in flops per second, measured once on each machine for
+    each kind of device and number of threads (``measured_once``)."""
     return measured_once("products", rate_name(device, dtype), lambda: _measured(_product, device, dtype))
 
 
 def attention_flops(device, dtype):
-    """Of the forward and the backward of fused attention, in flops per second; 0 where torch has no such operator, or
-    has none for this device and dtype. Other errors are raised, such as those of a device without free memory."""
+    """The rate of the forward and the backward of fused attention, in flops per second; 0 where torch has no such
+    operator, or has none for this device and dtype. Other errors are raised, such as those of a device without free
+    memory."""
     if not hasattr(torch.nn.functional, "scaled_dot_product_attention"):
         return 0.0
     try:

@@ -85,7 +85,7 @@ def mean(values):
 
 
 def rate(values, walls):
-    """The rate of several steps of so many seconds: the sum of what they did over the sum of their seconds."""
+    """The rate of several steps: the sum of their amounts over the sum of their seconds."""
     known = [(value, wall) for value, wall in zip(values, walls) if value is not None and wall]
     return sum(value * wall for value, wall in known) / sum(wall for _, wall in known) if known else None
 
@@ -122,9 +122,7 @@ def chart(title, steps, named, unit="", stacked=False, marks=(), walls=None):
     where the values are rates."""
     named = {name: values for name, values in named.items() if any(value is not None for value in values)}
     if walls is not None:
-        named = {
-            name: thin(list(zip(values, walls)), lambda some: rate(*zip(*some))) for name, values in named.items()
-        }
+        named = {name: thin(list(zip(values, walls)), lambda some: rate(*zip(*some))) for name, values in named.items()}
     named = {name: thin(values) for name, values in named.items()}
     if not named:
         return ""
@@ -261,7 +259,7 @@ def read_plan(path):
         except ValueError:
             found = None
     if not isinstance(found, dict) or not {"ranks", "seconds", "peak_bytes", "mfu"} <= found.keys():
-        raise ValueError(f"{path} is no plan: write the output of ds_plan --json to it")
+        raise ValueError(f"{path} is not a plan: write the output of ds_plan --json to it")
     return found
 
 

@@ -1,4 +1,5 @@
-"""Which ranks share what: data-, tensor-, sequence-, expert-parallel groups and the small groups of ZeRO++.
+"""The groups of ranks that share something: data-, tensor-, sequence-, expert-parallel groups and the small groups of
+ZeRO++.
 
 With an ``mpu`` (an object with Megatron's ``get_data_parallel_group()`` and so on) its groups are the truth. Else the
 groups are those that ``_init_tp_mesh_device``, ``_create_model_parallel`` and ``_create_sequence_parallel`` have made;

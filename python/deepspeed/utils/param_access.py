@@ -166,7 +166,7 @@ def _keeper(param):
 
 
 class _Fragments:
-    """Of a parameter that ``mixed_precision_linkage.link_hp_params`` has been given."""
+    """The fragments of a parameter that ``mixed_precision_linkage.link_hp_params`` has been given."""
 
     def __init__(self, param):
         self.param = param
@@ -186,7 +186,7 @@ def _state_of(kind):
 
 
 class _Untrained(_Fragments):
-    """Of a parameter that no engine trains."""
+    """The fragments of a parameter that no engine trains."""
 
     def get(self, kind):
         param = self.param

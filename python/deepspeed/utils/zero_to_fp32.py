@@ -36,7 +36,7 @@ device = torch.device("cpu")
 
 @dataclasses.dataclass
 class zero_model_state:
-    """What one model file says. buffers and frozen_param_fragments: name -> tensor; param_shapes: a list of dicts
+    """The contents of one model file. buffers and frozen_param_fragments: name -> tensor; param_shapes: a list of dicts
     name -> shape, one for each group; shared_params: list of [alias, name]; frozen_param_shapes: name -> shape."""
 
     buffers: dict()
@@ -260,7 +260,7 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
         optim_files = get_optim_files(folder)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{error}: it is no ZeRO checkpoint (no optimizer file says its zero_stage). Saved without ZeRO, the "
+            f"{error}: it is not a ZeRO checkpoint (no optimizer file says its zero_stage). Saved without ZeRO, the "
             "weights are whole under the key 'module' of mp_rank_00_model_states.pt"
         ) from error
     files = get_model_state_files(folder)

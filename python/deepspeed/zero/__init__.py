@@ -6,8 +6,8 @@ Names are imported on first use.
 from deepspeed.registry import lazy_package
 
 _WHERE = {
-    "Init": "deepspeed.zero.parameters.init_context",
-    "MiCS_Init": "deepspeed.zero.parameters.mics",
+    "Init": "deepspeed.zero.init.init_context",
+    "MiCS_Init": "deepspeed.zero.init.mics",
     "GatheredParameters": "deepspeed.zero.gathers.gathered",
     "register_external_parameter": "deepspeed.zero.gathers.gathered",
     "unregister_external_parameter": "deepspeed.zero.gathers.gathered",
@@ -15,7 +15,7 @@ _WHERE = {
     "ZeroParamStatus": "deepspeed.zero.parameters.sharded_parameter",
     "DeepSpeedZeRoOffload": "deepspeed.published.stage3",
     "DeepSpeedZeroOptimizer_Stage3": "deepspeed.published.stage3",
-    "DeepSpeedTensorOverride": "deepspeed.zero.parameters.init_context",
+    "DeepSpeedTensorOverride": "deepspeed.zero.init.init_context",
     "TiledLinear": "deepspeed.zero.gathers.tiling",
     "TiledLinearReturnBias": "deepspeed.zero.gathers.tiling",
     "unwrap_model_for_generation": "deepspeed.zero.gathers.generation",

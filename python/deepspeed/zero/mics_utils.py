@@ -27,7 +27,9 @@ def create_mics_comm_groups(shard_size, dp_group, hierarchical_allgather=False, 
         NotImplementedError: ``hierarchical_allgather``, which is not in this build yet.
     """
     if hierarchical_allgather:
-        raise NotImplementedError("create_mics_comm_groups: hierarchical_allgather is not in this build yet: leave it out")
+        raise NotImplementedError(
+            "create_mics_comm_groups: hierarchical_allgather is not in this build yet: leave it out"
+        )
     native = adopted(dp_group if dp_group is not None else dist.get_world_group())
     shards = cut_for_mics(native, shard_size)
     copies = mesh.group_over(native.ranks(MICS[1]))

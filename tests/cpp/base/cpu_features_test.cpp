@@ -36,7 +36,7 @@ std::string refusal(const std::vector<Isa>& built, const char* forced) {
 
 TEST(SelectIsa, AnUnknownNameIsAnErrorThatListsTheValidOnes) {
   const std::string text = refusal(kAll, "avx1024");
-  EXPECT_TRUE(says(text, "DS_FORCE_ISA=avx1024 is no instruction set"));
+  EXPECT_TRUE(says(text, "DS_FORCE_ISA=avx1024 is not an instruction set"));
   for (Isa isa : kAll) EXPECT_EQ(text.find(isa_name(isa)) != std::string::npos, cpu_has(isa)) << text;
 }
 

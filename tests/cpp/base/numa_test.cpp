@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 using Lists = std::vector<std::vector<int>>;
 
-// What the kernel shows of a machine with these nodes.
+// The files that the kernel shows on a machine with these nodes.
 class NumaTest : public testing::Test {
  protected:
   void SetUp() override {

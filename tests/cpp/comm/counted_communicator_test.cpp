@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "comm/shared_memory/shm_group.h"
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 
 namespace ds::comm {
 namespace {

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "../error_of.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::comm {
 namespace {

@@ -17,7 +17,7 @@
 #include "../on_threads.h"
 #include "base/error.h"
 #include "comm/hosts/hosts.h"
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 #include "comm/transports/thread_communicator.h"
 
 namespace ds::comm {
@@ -209,7 +209,7 @@ std::vector<int64_t> column(const Counts& counts, int taker) {
   return made;
 }
 
-// What `rank` gives, and what it must get, by the plain loop.
+// The tensors that `rank` gives, and those that it must get by the plain loop.
 std::pair<at::Tensor, at::Tensor> both_sides(const Counts& counts, int rank, at::ScalarType type) {
   std::vector<at::Tensor> give, take;
   for (int r = 0; r < static_cast<int>(counts.size()); ++r) {

@@ -9,7 +9,7 @@
 
 #include "../error_of.h"
 #include "base/error.h"
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 #include "transports.h"
 
 namespace ds::comm {
@@ -91,7 +91,7 @@ Op call(Verb verb, Fault fault, int rank) {
   return op;
 }
 
-// What ranks say when they have come to the end; nobody leaves before all have, or the time is over.
+// The errors of ranks that have come to the end; nobody leaves before all have, or the time is over.
 struct Told {
   std::mutex mutex;
   std::condition_variable changed;
@@ -125,7 +125,7 @@ TEST_P(Mismatches, FailOnEveryRankWithinSeconds) {
     for (const Fault fault : {Fault::kShape, Fault::kLargeShape, Fault::kDtype, Fault::kCounts,
                               Fault::kCountsOfEqualSum, Fault::kRoot, Fault::kReduction}) {
       if (!applies(fault, verb)) continue;
-      // Who only sends and receives does not see that another takes other ranks' messages for other things.
+      // A rank that only sends and receives does not see that another takes other ranks' messages for other things.
       if (!compares(transport) && fault == Fault::kRoot) continue;
       if (fault == Fault::kReduction && (!compares(transport) || transport == "all_to_all_only")) continue;
       Told told;
@@ -150,7 +150,7 @@ TEST_P(Mismatches, FailOnEveryRankWithinSeconds) {
   unsetenv("DS_COMM_TRACE_DIR");
 }
 
-// What one rank sees by itself is refused before anything is sent, and breaks nothing.
+// A mistake that one rank sees by itself is refused before anything is sent, and breaks nothing.
 TEST_P(Mismatches, ThatOneRankSeesAreRefused) {
   if (GetParam() == "local") return;
   const auto mixed = at::TensorOptions().dtype(at::kBFloat16);

@@ -23,7 +23,8 @@ plan::ProcessGrid grid_of(int world, int pp, int sp, int tp) {
   return {world, {{"pp", pp, ""}, {"dp", 0, ""}, {"sp", sp, ""}, {"tp", tp, ""}}};
 }
 
-// What is exchanged over every axis and every split and fold reaches the ranks that the grid names, and no others.
+// A tensor that is exchanged over any axis and every split and fold reaches the ranks that the grid names, and no
+// others.
 TEST(ProcessMesh, CommunicatorsReachTheRanksOfTheirAxes) {
   for (int world : {1, 2, 3, 4, 6, 8, 12}) {
     on_ranks_of_job(world, [world](int rank, const JobPtr& job) {

@@ -41,7 +41,7 @@ void on_ranks(int size, Body body, std::chrono::milliseconds timeout = 60s,
   });
 }
 
-// What rank `rank` gives in round `round`: whole numbers, so that sums are exact in every order.
+// The numbers that rank `rank` gives in round `round`: whole numbers, so that sums are exact in every order.
 at::Tensor given(int round, int rank, int64_t numel, at::ScalarType type) {
   return at::remainder(at::arange(numel, at::kLong) * 7 + round * 3 + rank * 5, 11).to(type);
 }

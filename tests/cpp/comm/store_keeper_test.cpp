@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/shared_memory/shared_segments.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::comm {
 namespace {

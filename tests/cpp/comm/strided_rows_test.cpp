@@ -6,7 +6,7 @@
 
 #include <random>
 
-#include "comm/shared_memory/strided_parts.h"
+#include "comm/calls/strided_parts.h"
 
 namespace ds::comm {
 namespace {

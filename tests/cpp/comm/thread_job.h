@@ -14,7 +14,7 @@
 
 namespace ds::comm {
 
-// Where ranks that are threads meet: the first member that comes to a key makes the communicators of all.
+// Ranks that are threads meet here: the first member that comes to a key makes the communicators of all.
 class Meeting {
  public:
   CommunicatorPtr open(const std::string& key, const SubMesh& members) {

@@ -54,7 +54,7 @@ inline c10::Device device_of(int rank) {
   return on_standin() ? c10::Device(test_device().type(), static_cast<c10::DeviceIndex>(rank)) : test_device();
 }
 
-// Of rank `rank`, whose device is current. `host`: for tensors in host memory.
+// The communicator of rank `rank`, whose device is current. `host`: for tensors in host memory.
 inline CommunicatorPtr nccl_on_device(const CommunicatorPtr& host, const nccl::UniqueId& id) {
   if (const char* why = STANDIN(standin_use_nccl)(fake_nccl_path().c_str())) fail(ErrorKind::kRuntime, why);
   NcclMember member;
@@ -143,7 +143,7 @@ inline std::vector<std::string> transport_names() {
           "nccl_on_device"};
 }
 
-// Whether there is that transport for so many ranks.
+// Whether there is that transport for `size` ranks.
 inline bool exists(const std::string& transport, int size) {
   if (transport == "nccl_on_device") return on_standin() && size <= 2;
   return transport == "local" ? size == 1 : begins_with(transport, "hierarchical") ? size > 2 : true;
@@ -151,7 +151,7 @@ inline bool exists(const std::string& transport, int size) {
 
 using Body = std::function<void(int rank, Communicator&)>;
 
-// Of rank `rank`, in its thread. `thread`: its communicator between threads.
+// The communicator of rank `rank`, in its thread. `thread`: its communicator between threads.
 inline CommunicatorPtr make(const std::string& transport, const CommunicatorPtr& thread, const nccl::UniqueId& id) {
   using std::chrono::seconds;
   const int rank = thread->rank(), size = thread->size();

@@ -50,7 +50,7 @@ std::vector<Case> cases(int count, int size, bool pairs, unsigned seed) {
   return made;
 }
 
-// What rank `rank` gives: small whole numbers, so that sums are exact in every order, and products fit.
+// The numbers that rank `rank` gives: small whole numbers, so that sums are exact in every order, and products fit.
 at::Tensor given(const Case& c, int round, int rank, int64_t numel) {
   const at::Tensor numbers = at::arange(numel, at::kLong) * 7 + round * 3 + rank * 5;
   return reduces(c.verb) && c.reduce == ReduceOp::kProduct ? at::remainder(numbers, 2) + 1 : at::remainder(numbers, 11);
@@ -76,7 +76,7 @@ at::Tensor reduced(const Case& c, int round, int size, int64_t numel) {
   return all.to(c.type == at::kDouble ? at::kDouble : at::kFloat) / size;
 }
 
-// Of part r, for verbs that have one count for each rank.
+// The count of part r, for verbs that have one for each rank.
 std::vector<int64_t> counts(const Case& c, int round, int size) {
   std::vector<int64_t> made;
   for (int r = 0; r < size; ++r) made.push_back(c.uneven ? (r * 7 + round) % 3 * c.numel / 2 : c.numel);
@@ -153,7 +153,7 @@ Call call(const Case& c, int round, int rank, int size) {
               }};
     case Verb::kAllToAll:
     case Verb::kExchangePacked: {
-      // Of each rank the chunks; kExchangePacked has twice, of bytes and of scales, which are one more for each rank.
+      // The chunks of each rank; kExchangePacked has twice, of bytes and of scales, which are one more for each rank.
       struct Half {
         std::vector<int64_t> give, take;
         at::Tensor in, out;

@@ -19,7 +19,7 @@
 namespace ds::comm {
 namespace {
 
-// What ranks share that wait for each other without looking at what they call, as over a network.
+// The state that ranks share that wait for each other without looking at what they call, as over a network.
 struct Meeting {
   std::mutex mutex;
   std::condition_variable changed;

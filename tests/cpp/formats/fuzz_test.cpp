@@ -52,7 +52,7 @@ class Mutator {
   std::mt19937 random_;
 };
 
-// What every graph holds to, whatever it was made of.
+// The properties of every graph, whatever it was made of.
 void check(const PickleGraph& graph) {
   const auto exists = [&](Ref ref) { return ref < graph.nodes.size(); };
   ASSERT_TRUE(exists(graph.root));

@@ -1,4 +1,4 @@
-// What pickles describe, and what is refused.
+// The graphs that pickles describe, and pickles that are refused.
 #include "formats/pickle_machine.h"
 
 #include <gtest/gtest.h>

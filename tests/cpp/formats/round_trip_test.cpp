@@ -1,5 +1,5 @@
-// What is written comes back: random values as pickles, random tensors as files of each kind, by one writer or several.
-// DS_FUZZ_CASES: how many, a tenth of it here; 1,000 without.
+// Values that are written come back: random values as pickles, random tensors as files of each kind, by one writer or
+// several. DS_FUZZ_CASES: how many, a tenth of it here; 1,000 without.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-#include "io/async_file.h"
+#include "io/async/async_file.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -7,8 +7,8 @@
 #include "../error_of.h"
 #include "folder.h"
 #include "forbid.h"
-#include "io/aio_contexts.h"
-#include "io/aligned_pool.h"
+#include "io/async/aio_contexts.h"
+#include "io/memory/aligned_pool.h"
 #include "io/file_error.h"
 #include "io/file_stream.h"
 #include "uring.h"
@@ -117,7 +117,7 @@ TEST(AioContexts, AForkHasItsOwn) {
   EXPECT_TRUE(write("c"));
 }
 
-// What a container's seccomp filter refuses is not asked for again.
+// A call that a container's seccomp filter refuses is not made again.
 TEST(AsyncFile, WithoutIoUringLibaioTransfers) {
   const Folder folder;
   EXPECT_EXIT(
@@ -126,8 +126,9 @@ TEST(AsyncFile, WithoutIoUringLibaioTransfers) {
         Files files;
         const Descriptor file = created(files, folder / "x");
         const bool other = open_async(files, file, folder / "x", true, 4)->name() == std::string("libaio");
-        const std::string why =
-            error_of([&] { open_async(files, file, folder / "x", true, 4, {Backend::kUring, false, 1}); });
+        const std::string why = error_of([&] {
+          open_async(files, file, folder / "x", true, 4, {Backend::kUring, false, 1});
+        });
         const bool named = why.find("refuses io_uring (io_uring_setup: Function not implemented)") != std::string::npos;
         _exit(other && (named || why.find("built without liburing") != std::string::npos) ? 0 : 1);
       },

@@ -9,8 +9,8 @@
 
 #include "../error_of.h"
 #include "folder.h"
-#include "io/aligned_pool.h"
-#include "io/async_file.h"
+#include "io/memory/aligned_pool.h"
+#include "io/async/async_file.h"
 #include "io/faults.h"
 #include "io/file_error.h"
 

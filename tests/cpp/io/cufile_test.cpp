@@ -1,4 +1,4 @@
-#include "io/cufile.h"
+#include "io/async/cufile.h"
 
 #include <errno.h>
 #include <gtest/gtest.h>

@@ -10,7 +10,7 @@
 #include "forbid.h"
 #include "io/faults.h"
 #include "io/file_error.h"
-#include "io/paths.h"
+#include "io/folders/paths.h"
 
 namespace ds::io {
 namespace {

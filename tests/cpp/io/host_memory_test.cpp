@@ -1,4 +1,4 @@
-#include "io/host_memory.h"
+#include "io/memory/host_memory.h"
 
 #include <gtest/gtest.h>
 

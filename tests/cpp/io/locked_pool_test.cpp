@@ -1,4 +1,4 @@
-#include "io/locked_pool.h"
+#include "io/memory/locked_pool.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-#include "io/paths.h"
+#include "io/folders/paths.h"
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>

@@ -1,4 +1,4 @@
-#include "io/run_folder.h"
+#include "io/folders/run_folder.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -8,7 +8,7 @@
 #include "../error_of.h"
 #include "base/error.h"
 #include "folder.h"
-#include "io/swap_files.h"
+#include "io/folders/swap_files.h"
 
 namespace ds::io {
 namespace {
@@ -85,8 +85,8 @@ TEST(RunFolder, FoldersThatCannotBeUsedAreNamed) {
                    disk / "missing"));
 }
 
-// A lock that cannot be opened may be held: nothing is removed. Here it is no file; a user who is not root meets it as
-// another user's lock, and everybody meets it without a free descriptor.
+// A lock that cannot be opened may be held: nothing is removed. Here it is not a file; a user who is not root meets it
+// as another user's lock, and everybody meets it without a free descriptor.
 TEST(RunFolder, ALockThatCannotBeOpenedIsHeld) {
   const Folder disk;
   const std::string root = disk / "zero_stage_3";

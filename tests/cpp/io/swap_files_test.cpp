@@ -1,5 +1,5 @@
 // Files that end with their process: leftovers of dead ones go, those of living ones stay.
-#include "io/swap_files.h"
+#include "io/folders/swap_files.h"
 
 #include <errno.h>
 #include <fcntl.h>

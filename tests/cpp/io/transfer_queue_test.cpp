@@ -1,4 +1,4 @@
-#include "io/transfer_queue.h"
+#include "io/async/transfer_queue.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -8,7 +8,7 @@
 
 #include "../error_of.h"
 #include "../on_threads.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 
 namespace ds::io {
 namespace {

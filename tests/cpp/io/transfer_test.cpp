@@ -1,6 +1,6 @@
 // Ranges of files of any size, at any offset, to and from any address: against plain arrays, on disks and where there
 // is no O_DIRECT, by every way of asking the kernel, with faults on order.
-#include "io/transfer.h"
+#include "io/async/transfer.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -11,7 +11,7 @@
 
 #include "../error_of.h"
 #include "folder.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 #include "io/file_error.h"
 #include "uring.h"
 

@@ -1,7 +1,7 @@
 // Whether this machine lets tests use io_uring: containers often do not.
 #pragma once
 #include "folder.h"
-#include "io/async_file.h"
+#include "io/async/async_file.h"
 
 namespace ds::io {
 

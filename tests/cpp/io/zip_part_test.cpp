@@ -1,18 +1,18 @@
-#include "io/zip_part.h"
+#include "io/zip/zip_part.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include "base/error.h"
 #include "folder.h"
-#include "io/aligned_pool.h"
+#include "io/memory/aligned_pool.h"
 #include "io/crc32.h"
-#include "io/zip_writer.h"
+#include "io/zip/zip_writer.h"
 
 namespace ds::io {
 namespace {
 
-// What one process writes of the file with `texts`, and the checksums of its runs.
+// The bytes that one process writes of the file with `texts`, and the checksums of its runs.
 std::vector<uint32_t> write_part(const std::string& path, const std::vector<ZipEntry>& entries,
                                  const std::vector<std::string>& texts, uint64_t begin, uint64_t end) {
   Files files;

@@ -6,7 +6,7 @@
 #include "folder.h"
 #include "io/crc32.h"
 #include "io/file_error.h"
-#include "io/zip_writer.h"
+#include "io/zip/zip_writer.h"
 
 namespace ds::io {
 namespace {

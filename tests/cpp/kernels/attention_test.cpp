@@ -93,7 +93,7 @@ struct Problem {
   AttentionOperand g(const void* data) const { return operand(data, shape.queries, shape.heads, shape.value_size); }
   size_t rows() const { return shape.batch * shape.heads * shape.queries; }
 
-  // Of a query head and token, and of the key/value head that it reads.
+  // Places of a query head and token, and of the key/value head that it reads.
   double at(const Buffer& x, AttentionOperand o, int64_t b, int64_t h, int64_t t, int64_t f) const {
     return x.get(b * o.batch + h * o.head + t * o.token + f);
   }
@@ -131,7 +131,7 @@ Row row_of(const AttentionShape& s, int64_t row) {
   return {row / s.queries / s.heads, row / s.queries % s.heads, row % s.queries};
 }
 
-// What backward is given, of a forward's state.
+// The part of a forward's state that backward is given.
 void statistics(const Problem& p, const State& state, Buffer& lse, Buffer& row_sum) {
   const AttentionShape& s = p.shape;
   for (int64_t row = 0; row < static_cast<int64_t>(p.rows()); ++row) {

@@ -68,7 +68,7 @@ TEST(CopyTest, InPlaceWhereElementSizesAreEqual) {
   }
 }
 
-// What the numbers must be, without the help of the reference.
+// The numbers as they must be, without the help of the reference.
 TEST(CopyTest, RoundsToNearestEven) {
   for (const KernelTable* table : isa_tables()) {
     const float source[] = {1.00390625f, 1.01171875f, 1.005f, 3.3895314e38f, 3.4028235e38f, -1.00390625f, 1.0f, 2.5f};

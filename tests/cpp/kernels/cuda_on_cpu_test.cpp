@@ -34,7 +34,7 @@ class CpuForCudaTest : public testing::Test {
     set_orders = function<decltype(set_orders)>("ds_cuda_on_cpu_set_orders");
     set_runner = function<decltype(set_runner)>("ds_cuda_on_cpu_set_runner");
   }
-  // What was found; "" where nothing was. The numbers are 0, 1, ... before, and in `data` after.
+  // The error that was found; "" where none was. The numbers are 0, 1, ... before, and in `data` after.
   std::string run(const char* name) {
     data.resize(kBlocks * kSize);
     data.shrink_to_fit();
@@ -141,7 +141,7 @@ TEST_F(CpuForCudaTest, ALaunchThatAGpuRefusesIsAnError) {
   EXPECT_EQ(run("right"), "");
 }
 
-// What a stand-in device does: the launch is queued, and runs when its stream comes to it.
+// A stand-in device does this: the launch is queued, and runs when its stream comes to it.
 std::vector<std::pair<void (*)(void*), void*>> queued;
 
 TEST_F(CpuForCudaTest, ARunnerMayQueueLaunches) {

@@ -44,7 +44,7 @@ TEST(CudaTableTest, WithoutAGpuALaunchIsAReadableError) {
 TEST(CudaTableTest, AMissingLibraryIsAReadableError) {
   testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_EXIT(report_missing("/nowhere/lib.so"), testing::ExitedWithCode(0), "/nowhere/lib.so.*toolkit.*make");
-  EXPECT_EXIT(report_missing("libm.so.6"), testing::ExitedWithCode(0), "is no kernel library");
+  EXPECT_EXIT(report_missing("libm.so.6"), testing::ExitedWithCode(0), "is not a kernel library");
 }
 
 TEST_F(CudaTest, CopyAccumulateAndScaleEqualTheReference) {

@@ -1,4 +1,4 @@
-// What the kernel tests share: the tables to compare, buffers of any dtype at any alignment, numbers to put in.
+// Parts that the kernel tests share: the tables to compare, buffers of any dtype at any alignment, numbers to put in.
 #pragma once
 #include <gtest/gtest.h>
 

@@ -31,7 +31,7 @@ TEST_F(TableTest, EveryIsaCanBeForced) {
 }
 
 TEST_F(TableTest, AWrongIsaIsAnErrorThatListsTheValidOnes) {
-  EXPECT_EXIT(report_choice("mmx"), testing::ExitedWithCode(0), "DS_FORCE_ISA=mmx is no instruction set.*scalar");
+  EXPECT_EXIT(report_choice("mmx"), testing::ExitedWithCode(0), "DS_FORCE_ISA=mmx is not an instruction set.*scalar");
   const char* foreign = cpu_has(Isa::kNeon) ? "avx2" : "neon";
   EXPECT_EXIT(report_choice(foreign), testing::ExitedWithCode(0), "lacks.*Valid here: .*scalar");
 }

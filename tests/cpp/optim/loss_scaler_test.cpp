@@ -13,7 +13,7 @@ LossScaleState run(const LossScaleRules& rules, LossScaleState state,
   return state;
 }
 
-// What the scale is after each of the sequences.
+// The scale after each of the sequences.
 void expect_scales(const LossScaleRules& rules, LossScaleState start,
                    std::initializer_list<std::pair<const char*, double>> expected) {
   for (const auto& [steps, scale] : expected) EXPECT_EQ(run(rules, start, steps).scale, scale) << steps;

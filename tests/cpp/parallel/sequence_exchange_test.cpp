@@ -112,7 +112,7 @@ at::Tensor restrided(const at::Tensor& tensor, int kind) {
   return tensor;
 }
 
-// What the ranks that read a head have, added up.
+// The values of the ranks that read a head, added up.
 at::Tensor times_readers(const Case& c, const at::Tensor& part, size_t tensor) {
   std::vector<double> readers(static_cast<size_t>(part.size(2)));
   for (const auto& [start, stop] : c.runs[tensor])

@@ -77,12 +77,14 @@ TEST(PipeCost, FastestPlanThatFits) {
   EXPECT_EQ(fastest_pipe_plan({4, 2, 8}, two, 0).plan.schedule, "interleaved");
   EXPECT_EQ(fastest_pipe_plan({4, 2, 8, PipePlacement::kV}, two, 0).plan.schedule, "zb-v");
   EXPECT_THROW(fastest_pipe_plan({4, 3, 8, PipePlacement::kV}, costs_of(12, 1, 1, 1), 0), Error);
-  // Where splitting gains nothing a whole backward is taken.
+  // A whole backward is taken where splitting gains nothing.
   EXPECT_EQ(fastest_pipe_plan({4, 1, 8}, costs_of(4, 1, 2, 0), 0).plan.schedule, "1f1b");
   EXPECT_EQ(fastest_pipe_plan({1, 1, 8}, costs_of(1, 1, 1, 1), 0).plan.schedule, "1f1b");
   // 1f1b and zb-h1 hold four micro-batches on stage 0; later stages of zb-h1 hold parts of more.
   EXPECT_EQ(fastest_pipe_plan({4, 1, 8}, one, 1400).plan.schedule, "zb-h1");
-  EXPECT_EQ(error_of([&] { fastest_pipe_plan({4, 1, 8}, one, 1399); }),
+  EXPECT_EQ(error_of([&] {
+              fastest_pipe_plan({4, 1, 8}, one, 1399);
+            }),
             "no pipeline schedule fits into pipeline.memory_limit 1399: the leanest, 1f1b, needs 1400 bytes on stage 0 "
             "(4 live activations): use more stages, smaller micro-batches or activation checkpointing");
 }

@@ -106,7 +106,7 @@ TEST(PlacePlan, KeepsWholeElementsTogetherWhereTheLinkIsSlow) {
   EXPECT_NEAR(plan.slots.host, 0.5, 0.02);
 }
 
-// What is in files, the host's memory being full, is what is read and written least for its size.
+// When the host's memory is full, files hold the elements that are read and written least for their size.
 TEST(PlacePlan, PutsLittleIntoSlowFiles) {
   const PlacePlan plan = place_plan(need_of(0, 10000, kMany), usual());
   EXPECT_NEAR(plan.grad.file * 2 + plan.master.file * 4 + plan.slots.file * 8, 4, 0.1) << "no more than there must be";

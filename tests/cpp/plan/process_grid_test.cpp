@@ -234,7 +234,7 @@ TEST(ProcessGrid, ErrorsNameKeySizeAndFix) {
             "rank 2 is not in the job: its ranks are 0 to 1");
 }
 
-// What an mpu tells is one rank's lists: the grid they come from is found, for every rank.
+// An mpu tells one rank's lists: the grid they come from is found, for every rank.
 TEST(ProcessGrid, IsFoundFromTheListsOfOneRank) {
   for (int world = 1; world <= 32; ++world) {
     for_each_grid(world, [world](int pipe, int data, int tensor) {

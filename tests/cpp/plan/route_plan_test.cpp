@@ -106,7 +106,7 @@ TEST(RoutePlanTest, ArrivalsAreSortedByExpertAndInThemByRank) {
   EXPECT_THROW(plan_arrivals({1, -1}, 2, 1), Error);
 }
 
-// What a row carries, so that it is known where it came from.
+// The number that a row carries, so that it is known where it came from.
 struct Row {
   int64_t rank, assignment;
   bool operator==(const Row& other) const { return rank == other.rank && assignment == other.assignment; }

@@ -137,8 +137,8 @@ TEST(AnyKernels, ColumnSumsEqualTheReference) {
   }
 }
 
-// Of one value in fp32, and of neighbours in 16 bits: the last digit of torch's operations differs between its
-// versions.
+// Differences of one value in fp32, and of neighbours in 16 bits: the last digit of torch's operations differs between
+// its versions.
 testing::AssertionResult near(const Tensor& got, const Tensor& want) {
   for (size_t b = 0; b < got.buffers.size(); ++b) {
     const auto &mine = got.buffers[b], &theirs = want.buffers[b];

@@ -1,4 +1,5 @@
-// What is touched most is nearest to the device, as far as memory reaches; with rates, what takes the least time.
+// Elements that are touched most are nearest to the device, as far as memory reaches; with rates, the placement takes
+// the least time.
 #include "zero/offload/auto_placements.h"
 
 #include <ATen/Functions.h>

@@ -26,7 +26,7 @@ namespace {
 using State = BucketState;
 
 TEST(GradStates, IllegalTransitionsAreRefusedWithBothStatesAndTheBucket) {
-  // How a bucket gets to each state, and what may follow.
+  // The way of a bucket to each state, and the states that may follow.
   const std::vector<std::pair<std::vector<State>, std::set<State>>> rows = {
       {{}, {State::kFilling, State::kLaunched, State::kArrived, State::kAbandoned}},
       {{State::kLaunched}, {State::kReceived, State::kLeaving, State::kReduced, State::kAbandoned}},
@@ -151,7 +151,7 @@ class Player : public GradArrivals {
     if (random() % 4 == 0) params.push_back(static_cast<int>(random() % kParams));
     return params;
   }
-  // What comes on each rank. All ranks draw it for all, so that they know what the sum is to be.
+  // The gradients that come on each rank. All ranks draw it for all, so that they know what the sum is to be.
   std::vector<std::vector<int>> orders() {
     const unsigned seed = random_();
     std::vector<std::vector<int>> all;

@@ -21,7 +21,7 @@
 namespace ds::zero {
 namespace {
 
-// What this thread's next kernels do; like CUDA's last error, a thread's own.
+// The failures of this thread's next kernels; like CUDA's last error, a thread's own.
 struct Orders {
   bool fail_copies = false, no_memory = false;
   const char* error = nullptr;

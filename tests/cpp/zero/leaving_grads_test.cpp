@@ -1,4 +1,4 @@
-// Reduced gradients that leave the device for something slow: so many rows of them are on their way as the
+// Reduced gradients that leave the device for something slow: as many rows of them are on their way as the
 // configuration has named buffers, and backward waits for one to be there before the next one leaves.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -102,7 +102,7 @@ Seen train(int stage, at::ScalarType type, const storage::Placement& placement, 
     run_backward(*engine, loss);
     if (slow) {
       EXPECT_GE(gate.writes, 2) << "nothing has been written slowly";
-      // What no one waits for is seen by those who write it.
+      // An error of a transfer for which nobody waits is seen by the next one.
       seen.most_on_device = std::max({seen.most_on_device, gate.most_on_device.load(), storage.usage()[0].staged});
       gate.of = nullptr;
     }

@@ -103,7 +103,7 @@ TEST(NewtonSchulzTest, ZeroEmptyAndNotFinite) {
   }
 }
 
-// What was added in fp64, rounded once to `type`, as fp64 numbers.
+// Sums in fp64, rounded once to `type`, as fp64 numbers.
 at::Tensor rounded_once(const at::Tensor& sum, at::ScalarType type) { return sum.to(type).to(at::kDouble); }
 
 // The standard form whose 16-bit products are as exact as their results can be.

@@ -25,7 +25,7 @@ using comm::ProcessMesh;
 using comm::Purpose;
 using plan::Axes;
 
-// How experts lie on tensor-parallel ranks: cut as other weights are, whole on each, or other ones on each.
+// The experts on tensor-parallel ranks: cut as other weights are, whole on each, or other ones on each.
 enum class OnSlices { kCut, kCopied, kOthers };
 
 struct Case {
@@ -161,7 +161,7 @@ TEST(Norm, EachElementCountsOnceOnSixteenRanks) {
       for (int expert : {2, 4}) compare({16, 2, 2, 2, 2, expert, stage, slices});
 }
 
-// Spaces with the same remaining lists are added before the call over these: so many calls and no more.
+// Spaces with the same remaining lists are added before the call over these: there are no other calls.
 TEST(Norm, SpacesShareCalls) {
   const auto group = [](int size) { return comm::thread_communicators(size)[0]; };
   EngineRanks ranks{group(2)};

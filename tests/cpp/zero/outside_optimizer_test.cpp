@@ -42,7 +42,7 @@ TEST(OutsideOptimizer, IsCalledInTheStep) {
   EXPECT_EQ(called, 1);
 }
 
-// What raises in the update of an optimizer that lives outside leaves the gradients for another try, in both forms of
+// An error in the update of an optimizer that lives outside leaves the gradients for another try, in both forms of
 // masters: the parameters themselves, whose .grad shows the buffer, and copies of 16-bit ones.
 TEST(OutsideOptimizer, MayTryAgainAfterAFailure) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {

@@ -303,7 +303,7 @@ TEST(ParamOffload, ParametersOutliveTheirEngineInTheirFiles) {
   EXPECT_TRUE(at::equal(slice, values(0, {4, 3}).to(c.type).flatten()));
 }
 
-// What one rank cannot read or write is an error of all ranks, soon, and leaves nothing behind.
+// A read or a write that fails on one rank is an error of all ranks, soon, and leaves nothing behind.
 TEST(ParamOffload, AFaultOfOneRankIsAnErrorOfAll) {
   const io::Folder disk;
   for (const std::string order : {"read:1+:eio", "write:1+:enospc", "read:4+:eio", "write:3+:eio", "gone", "cut"}) {

@@ -16,14 +16,14 @@
 #include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
-#include "zero/spaces/group_cut.h"
+#include "zero/states/group_cut.h"
 #include "zero/spaces/rules/space_rule.h"
 
 namespace ds::zero {
 namespace {
 
-// What a new kind of parallelism adds: one rule. Experts are sharded (stage 0: replicated) over the ranks that hold the
-// same expert, and the expert-parallel ranks hold the other elements of the norm.
+// A new kind of parallelism adds one rule. Experts are sharded (stage 0: replicated) over the ranks that hold the same
+// expert, and the expert-parallel ranks hold the other elements of the norm.
 const SpaceRuleRegistration registration({"test experts",
                                           [](const ParamSpec&, const StagePolicy& policy, const EngineRanks& ranks) {
                                             const auto nobody = comm::local_communicator();

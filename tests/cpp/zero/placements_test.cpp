@@ -139,7 +139,7 @@ TEST(Placements, InFilesAndByShares) {
   EXPECT_EQ(folder.entries(), 0u);
 }
 
-// What travels takes the memory of some buckets, not of the model, and the budget holds.
+// Transfers take the memory of some buckets, not of the model, and the budget holds.
 TEST(Placements, ABudgetOfAFewBuckets) {
   const io::Folder folder;
   const storage::Placement file = at_rest(Medium::kFile, folder.path());
@@ -155,7 +155,7 @@ TEST(Placements, ABudgetOfAFewBuckets) {
   EXPECT_LT(tight.usage[0].resting, plain.usage[0].resting);
 }
 
-// What is read and written between steps finds buffers where they are.
+// Reads and writes between steps find buffers where they are.
 TEST(Placements, StatesAreReadAndWrittenWhereTheyRest) {
   const io::Folder folder;
   for (const auto& placement : {at_rest(Medium::kDevice), kHost, at_rest(Medium::kFile, folder.path())}) {
@@ -184,7 +184,7 @@ TEST(Placements, StatesAreReadAndWrittenWhereTheyRest) {
     engine.states().piece(StateKind::kSlot, 0, 0, storage::Access::kWrite).second.fill_(3);
     EXPECT_TRUE(at::equal(engine.states().full(StateKind::kSlot, 0, 0), at::full({6}, 3.0f)));
     EXPECT_TRUE(at::equal(engine.states().pieces(StateKind::kSlot, 0, true).at(0).reshape({6}), at::full({6}, 3.0f)));
-    // Who copies states in the background is waited for.
+    // The step waits for a background copy of states.
     engine.states().hold().hold();
     std::thread later([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));

@@ -24,7 +24,7 @@ inline void use_adam(Engine& engine, int groups = 1) {
   engine.stepper().set_rules(std::vector<const optim::Rule*>(groups, &optim::find_rule("adam")));
 }
 
-// What a step is told where `groups` groups have the same hyperparameters.
+// The inputs of a step where `groups` groups have the same hyperparameters.
 inline StepInputs adam_inputs(float max_norm = 0.0f, bool check = false, int groups = 1, AdamArgs args = adam_args()) {
   StepInputs inputs;
   inputs.max_norm = max_norm;

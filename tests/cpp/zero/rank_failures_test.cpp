@@ -1,4 +1,4 @@
-// What goes wrong on one rank alone is an error of all of them: on files, and in threads beside the training.
+// A failure of one rank alone is an error of all of them: on files, and in threads beside the training.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
@@ -31,8 +31,8 @@ EngineOptions options_of(const std::string& strategy, int stage, const std::stri
   return options;
 }
 
-// What each rank says when files of rank 1 fail as `order` says, from the backward of that step on; gradients of each
-// step from then on are dropped first where `clears`.
+// The errors of all ranks when files of rank 1 fail as `order` says, from the backward of that step on; gradients of
+// each step from then on are dropped first where `clears`.
 std::vector<std::string> errors_of(const std::string& strategy, int stage, const std::string& order, int from = 0,
                                    bool clears = false) {
   const io::Folder disk;

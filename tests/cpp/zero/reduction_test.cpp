@@ -1,4 +1,4 @@
-// What gradients are divided by, and what a second reduction before the step does to the first.
+// The division of gradients, and the effect of a second reduction before the step on the first.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>

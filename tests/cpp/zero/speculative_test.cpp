@@ -258,7 +258,7 @@ const storage::TierRegistration troubled("troubled", [](const storage::TierConte
   return std::make_unique<Troubled::Tier>();
 });
 
-// What goes wrong in the thread is told by the step; nothing has changed by then.
+// The step tells of an error in the thread; nothing has changed by then.
 TEST(Speculative, ErrorsOfTheThreadAreThrownByTheStep) {
   const storage::Placement there = at_rest(storage::medium_named("troubled"));
   One one({there, {}, there});

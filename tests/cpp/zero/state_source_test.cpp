@@ -1,4 +1,4 @@
-// What a checkpoint writes of states in files is read row by row: the bytes of the whole, and never more than a row.
+// A checkpoint reads states in files row by row: the bytes of the whole, and never more than a row.
 #include "zero/states/state_source.h"
 
 #include <ATen/Functions.h>
@@ -14,7 +14,7 @@
 #include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
-#include "zero/spaces/group_cut.h"
+#include "zero/states/group_cut.h"
 
 namespace ds::zero {
 namespace {
@@ -89,7 +89,7 @@ std::string bytes_of(const io::ByteSource& source) {
   return bytes;
 }
 
-// What each rank cannot do: "" where its partitions are those that GroupCut::partition puts together in memory.
+// The failures of each rank: "" where its partitions are those that GroupCut::partition puts together in memory.
 std::vector<std::string> saved(int world, const Given& given) {
   constexpr int kWeights = 7;
   const io::Folder folder;

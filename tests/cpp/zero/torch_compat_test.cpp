@@ -1,4 +1,4 @@
-// What differs between torch versions, each way on its own: a build has only one torch.
+// Differences between torch versions, each way on its own: a build has only one torch.
 #include "zero/torch_compat.h"
 
 #include <gtest/gtest.h>

@@ -19,7 +19,7 @@ inline at::Tensor values(double seed, at::IntArrayRef sizes, at::ScalarType type
   return at::sin(at::arange(numel, type) * 0.7 + seed).reshape(sizes) * 0.5;
 }
 
-// What train(rank) returns on each rank; all of them run at the same time.
+// The results of train(rank) on each rank; all of them run at the same time.
 template <typename Result, typename Train>
 std::vector<Result> on_ranks(int world, const Train& train) {
   std::vector<Result> results(world);

@@ -75,7 +75,7 @@ struct TrainingRank {
     return out;
   }
 
-  // What it ends with.
+  // The values with which it ends.
   TrainedWeights finish() {
     if (engine->gatherer()) engine->gatherer()->enter(unit_, {});
     for (size_t i = 0; i < weights.size(); ++i) {

@@ -58,7 +58,7 @@ std::vector<at::Tensor> weights(at::ScalarType type) {
 
 // ---- the schedule -------------------------------------------------------------------------------------------------
 
-// What the model computes with after each step: masters, but for the rest with overlap.
+// The weights with which the model computes after each step: masters, but for the rest with overlap.
 std::vector<at::Tensor> schedule(const Case& c) {
   at::NoGradGuard no_grad;
   const ZenFlowOptions& flow = c.flow;
@@ -272,6 +272,7 @@ std::vector<Trained> train(const Case& c) {
 ZenFlowOptions flow(double ratio, int64_t update, int64_t select, bool overlap = false) {
   ZenFlowOptions made;
   made.topk_ratio = ratio;
+  made.auto_ratio = 0.99;
   made.update_interval = update;
   made.select = ZenFlowOptions::Select::kByStep;
   made.select_interval = select;

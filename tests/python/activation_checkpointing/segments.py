@@ -1,4 +1,4 @@
-"""What the tests of this folder share: both kinds of checkpointed segments, and a plain call for comparison."""
+"""Parts that the tests of this folder share: both kinds of checkpointed segments, and a plain call for comparison."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What configure() accepts, and what each option does on one rank."""
+"""The arguments of configure(), and the effect of each on one rank."""
 
 import inspect
 import json

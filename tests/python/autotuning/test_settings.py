@@ -111,15 +111,21 @@ REFUSED = {
         {"metric": "sped"},
         "metric is 'sped'; it is one of: latency, throughput.* Did you mean 'step'",
     ),
-    "no key": ({"metrik": "flops"}, "autotuning.metrik is no key .* Did you mean 'metric'"),
+    "no key": ({"metrik": "flops"}, "autotuning.metrik is not a key .* Did you mean 'metric'"),
     "kind": ({"fast": 1}, "autotuning.fast is 1; it is a value of the kind boolean"),
     "number": ({"tuner_num_trials": 0}, "autotuning.tuner_num_trials is 0; it is a value of the kind integer above 0"),
     "least": ({"tuner_early_stopping": -1}, "autotuning.tuner_early_stopping is -1"),
     "off": ({"enabled": False}, "autotuning.enabled is false, and the launcher got --autotuning"),
     "steps": ({"start_profile_step": 5}, "end_profile_step must be above start_profile_step"),
     "folder": ({"exps_dir": ""}, "autotuning.exps_dir is empty"),
-    "mapped key": ({"arg_mappings": {"train_mbs": "--bs"}}, "arg_mappings: 'train_mbs' is no key of the configuration"),
-    "mapped flag": ({"arg_mappings": {MBS: "bs"}}, "is mapped to 'bs', which is no argument of the script: write --bs"),
+    "mapped key": (
+        {"arg_mappings": {"train_mbs": "--bs"}},
+        "arg_mappings: 'train_mbs' is not a key of the configuration",
+    ),
+    "mapped flag": (
+        {"arg_mappings": {MBS: "bs"}},
+        "is mapped to 'bs', which is not an argument of the script: write --bs",
+    ),
 }
 
 

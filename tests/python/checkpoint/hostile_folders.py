@@ -12,8 +12,7 @@ import zlib
 import torch
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import owner
+from deepspeed.checkpoint.write import owner, verify
 
 MODEL = "mp_rank_00_model_states.pt"
 SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

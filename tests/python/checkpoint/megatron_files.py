@@ -53,7 +53,7 @@ def whole_parameters(stage):
 
 
 def slice_of(name, whole, tp, tp_degree):
-    """What a tensor-parallel rank has of a parameter; written plainly, rule by rule."""
+    """The part of a parameter that a tensor-parallel rank has; written plainly, rule by rule."""
     if "norm" in name:
         return whole
     if "scale" in name:  # differs from rank to rank around the mean

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.file_writer import prepare
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot

@@ -6,14 +6,13 @@ import signal
 import pytest
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import commit, file_writer, owner
+from deepspeed.checkpoint.write import commit, file_writer, owner, verify
 from deepspeed.checkpoint.write.pointer import replace_text
 from processes import forked, forked_until_the_end
 from refusals import refused
 
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-# What a file system lacks, as orders of DS_IO_FAULT.
+# Calls that a file system lacks, as orders of DS_IO_FAULT.
 EXCHANGE, NO_EXCHANGE = "", "exchange:1+:einval"
 LOWER_LAYER = "rename_dir:2+:exdev"  # new folders can be renamed, those that were there before cannot
 NO_FOLDERS = "exchange:1+:einval,rename_dir:1+:exdev"
@@ -21,7 +20,7 @@ NO_RENAME = "rename:1+:enosys,exchange:1+:enosys,truncate:1+:enotsup"
 
 
 def save(folder, text, files=FILES, in_place=None):
-    """What one save does, with files of ``text``."""
+    """Makes one save, with files of ``text``."""
     folder, records = str(folder), {}
     staging = commit.begin(folder, in_place)
     for name in files:
@@ -82,7 +81,7 @@ def test_files_of_others_stay(lacks, tmp_path):
     for text in (b"2", b"3"):
         file_writer.inject_fault(lacks)
         save(tmp_path / "t", text)
-        # Of the shards, rank 1's was listed and goes; who put rank 7's there knows why.
+        # Rank 1's shard was listed and goes; rank 7's was not, and stays.
         assert others(tmp_path / "t") == USERS | {"zero_pp_rank_7_mp_rank_00_optim_states.pt"}
         assert (tmp_path / "t" / "rank_0.json").read_text() == "rank_0.json" and content(tmp_path / "t") == text
         assert os.readlink(tmp_path / "t" / "link") == "nowhere"

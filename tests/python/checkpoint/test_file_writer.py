@@ -15,8 +15,7 @@ import zlib
 import pytest
 import torch
 
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.write import file_writer, verify
 from deepspeed.checkpoint.write.file_writer import PreparedBytes, PreparedSafetensors, PreparedTorch, WriterOptions
 from places import ROOT
 from processes import run_after_torch, run_python
@@ -257,7 +256,7 @@ def test_loads_under_every_torch(tmp_path, python):
 
 
 def test_the_pickle_is_that_of_torch_save(tmp_path):
-    """Of a value without views, instruction by instruction."""
+    """The pickle of a value without views, instruction by instruction."""
     value = {"w": torch.randn(3, 4), "p": torch.nn.Parameter(torch.ones(2).bfloat16()), "n": [1, "x"]}
     PreparedTorch(value).write(tmp_path / "ours.pt")
     torch.save(value, tmp_path / "torchs.pt")

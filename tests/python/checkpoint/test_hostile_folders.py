@@ -12,8 +12,8 @@ import pytest
 
 import hostile_folders as hostile
 from deepspeed.checkpoint.layouts.open_saved import open_saved
-from deepspeed.checkpoint.read import cli, verify
-from deepspeed.checkpoint.write import commit, file_writer, owner
+from deepspeed.checkpoint.read import cli
+from deepspeed.checkpoint.write import commit, file_writer, owner, verify
 from deepspeed.checkpoint.write.pointer import replace_text
 from hostile_folders import MODEL, SHARD, Sandbox, chance_of
 from megatron_files import write

@@ -1,4 +1,4 @@
-"""What the manifest says, and that damage anywhere is found and located."""
+"""The contents of the manifest; damage anywhere is found and located."""
 
 import json
 import os
@@ -7,8 +7,9 @@ import zlib
 import pytest
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import cli, verify
+from deepspeed.checkpoint.read import cli
 from deepspeed.checkpoint.read.cli import main
+from deepspeed.checkpoint.write import verify
 from places import PEERS
 from refusals import refused
 
@@ -98,7 +99,7 @@ def test_ls_and_verify_as_commands(tmp_path, capsys):
     assert "mp_rank_00_model_states.pt: tensor 'a.weight': bytes 64 to 764 differ" in capsys.readouterr().out
     (tmp_path / names.LATEST).write_text("gone")
     assert main(["verify", str(tmp_path)]) == 1
-    assert "names 'gone', which is no checkpoint here" in capsys.readouterr().out
+    assert "names 'gone', which is not a checkpoint here" in capsys.readouterr().out
 
 
 def test_nothing_there_is_said(tmp_path, capsys):

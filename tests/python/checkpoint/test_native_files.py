@@ -11,9 +11,9 @@ from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.saved_native import NativeState
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
-from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.save.frozen_files import Digest, FrozenFile
+from deepspeed.checkpoint.write import verify
 from deepspeed.checkpoint.write.file_writer import PreparedSafetensors
-from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 from refusals import refused
 
 

@@ -1,4 +1,4 @@
-"""Whose a hidden folder is: facts of processes that nobody can have at will."""
+"""The owner of a hidden folder: facts of processes that nobody can have at will."""
 
 import json
 import os

@@ -65,7 +65,7 @@ def test_only_regular_files_are_removed_and_opened(folder, tmp_path):
     assert recorded_paths.remove_below(folder, "mine", "m") is True and not (folder / "mine").exists()
     refused(ValueError, "'..'", recorded_paths.remove_below, folder, "../outside/victim", "m")
     for path in (folder / "pipe", folder / "sub", "/dev/zero"):
-        refused(OSError, "no regular file", recorded_names.open_regular, path)
+        refused(OSError, "not a regular file", recorded_names.open_regular, path)
     assert (tmp_path / "outside" / "victim").read_text() == "x"
 
 

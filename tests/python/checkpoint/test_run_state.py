@@ -20,7 +20,7 @@ from deepspeed import _native
 from deepspeed.checkpoint.engines.base import make_engine
 from deepspeed.checkpoint.read.load import load_checkpoint
 from deepspeed.checkpoint.run_state import Counters, LoadTarget, RunState
-from deepspeed.checkpoint.write.save import save_checkpoint
+from deepspeed.checkpoint.save.save import save_checkpoint
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.zero.core import build_core, writing

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deepspeed._native import _C
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import file_writer, save
+from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.write import file_writer, verify
 from deepspeed.checkpoint.write.file_writer import (
     Cuts,
     PreparedStream,

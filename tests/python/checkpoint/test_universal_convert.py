@@ -145,7 +145,7 @@ def test_widths_of_sub_parameters_that_differ(tmp_path):
 
 
 def same_files(one, other):
-    """How many files there are, all of which are the same in ``other``."""
+    """The number of files, all of which are the same in ``other``."""
     paths = [path for path in one.rglob("*") if path.is_file()]
     assert [path for path in paths if path.read_bytes() != (other / path.relative_to(one)).read_bytes()] == []
     return len(paths)

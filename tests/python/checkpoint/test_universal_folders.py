@@ -1,4 +1,5 @@
-"""Where a conversion to a universal checkpoint writes: its own files alone, and the output is whole or as it was."""
+"""The folder into which a conversion to a universal checkpoint writes: its own files alone, and the output is whole or
+as it was."""
 
 import os
 import pathlib
@@ -10,8 +11,7 @@ import megatron_files
 from deepspeed.checkpoint import autoep_universal, ds_to_universal
 from deepspeed.checkpoint.convert import universal
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import commit, file_writer
+from deepspeed.checkpoint.write import commit, file_writer, verify
 from hostile_folders import rename_key
 from refusals import refused
 from test_universal_convert import convert

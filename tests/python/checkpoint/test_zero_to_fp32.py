@@ -163,7 +163,7 @@ def test_what_is_missing_is_said(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(glob.glob(f"{PEERS}/stage0*")), ids=os.path.basename)
 def test_a_checkpoint_without_zero_says_so(path):
-    refused(FileNotFoundError, "no ZeRO checkpoint.*zero_stage", get_fp32_state_dict_from_zero_checkpoint, path)
+    refused(FileNotFoundError, "not a ZeRO checkpoint.*zero_stage", get_fp32_state_dict_from_zero_checkpoint, path)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -14,7 +14,7 @@ from refusals import refused
 
 
 def declared(default=None, alias=None, extra=None, factory=None, **bounds):
-    """What pydantic's Field(...) returns, as far as it is read."""
+    """An object like that of pydantic's Field(...), as far as it is read."""
     return SimpleNamespace(
         default=default,
         alias=alias,

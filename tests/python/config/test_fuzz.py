@@ -72,7 +72,7 @@ def test_python_objects():
 
 
 def test_files_of_broken_bytes(tmp_path):
-    """What the reader of texts refuses, seen from Python: truncated, nested, not UTF-8, numbers without end."""
+    """Texts that the reader refuses, seen from Python: truncated, nested, not UTF-8, numbers without end."""
     rng, path = random.Random(5), tmp_path / "ds.json"
     good = json.dumps({"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": 10**30}, "x": ["é"] * 9})
     for _ in range(CASES):

@@ -1,4 +1,5 @@
-"""Where scripts import configuration from: every such module of the published interface, and what it holds."""
+"""The modules from which scripts import configuration: every such module of the published interface, and what it
+holds."""
 
 import base64
 import importlib

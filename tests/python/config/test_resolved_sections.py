@@ -8,7 +8,8 @@ from deepspeed import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.config.getters import resolved_sections
 from refusals import refused
 
-# What a trainer passes on while the model is built: transformers fills in the rest when training begins.
+# The configuration that a trainer passes on while the model is built: transformers fills in the rest when training
+# begins.
 BLANKS = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",

@@ -28,7 +28,7 @@ def root(steps, total, step, degree, low, high):
     [
         ("fixed_linear", 8, 1024, 8, 1),
         ("fixed_linear", 1, 100, 1, 1),
-        ("fixed_linear", 80, 1023, 8, 1),  # the maximum is no multiple of the step
+        ("fixed_linear", 80, 1023, 8, 1),  # the maximum is not a multiple of the step
         ("fixed_root", 8, 1024, 8, 2),
         ("fixed_root", 16, 2048, 16, 3),
     ],

@@ -192,7 +192,7 @@ def test_schedules_of_the_user(analysed, tmp_path):
     assert steps_of([other], 9) == steps_of([made], 9)
     change = made.set_curriculum_schedules
     refused(ValueError, "falls from 60 to 50 at step 2", change, {"length": lambda step: 70 - 10 * step})
-    refused(ValueError, "'width' is no metric of the curriculum. .* are length", change, {"width": min})
+    refused(ValueError, "'width' is not a metric of the curriculum. .* are length", change, {"width": min})
     refused(TypeError, "is a int: it must be a function", change, {"length": 7})
     single = custom(analysed, tmp_path, clustering_type="single_cluster")
     (made,) = loaders(analysed, tmp_path, settings=single)

@@ -252,7 +252,7 @@ def planned(kind=Layer, count=3, **given):
         (r"names the layers \[3, 5\], and the model has 3", lambda: planned(layers=(1, 3, 5))),
         (r"names a layer twice", lambda: planned(layers=(1, 1))),
         (r"total_layer_num is 4, and the model has 3 layers", lambda: planned(count=3, layers=(1,)) and planned_of_4()),
-        (r"model_mask_name 'attention' is no argument of 0.forward", lambda: planned(mask="attention")),
+        (r"model_mask_name 'attention' is not an argument of 0.forward", lambda: planned(mask="attention")),
         ("no layer of the class Greedy. Its modules have", lambda: convert_to_random_ltd(Layer(), Greedy)),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the engine tells about its configuration is what the configuration says."""
+"""The accessors of the engine return the values of its configuration."""
 
 import inspect
 
@@ -134,7 +134,7 @@ def test_a_name_is_in_the_table_or_a_method():
 
 
 def test_every_member_of_the_engine_has_one_definition():
-    """Of two in different bases the first hides the second, and what is changed in the second does nothing."""
+    """The first of two in different bases hides the second, and a change of the second has no effect."""
     places = {}
     for base in inspect.getmro(DeepSpeedEngine):
         if base.__module__.startswith("deepspeed"):

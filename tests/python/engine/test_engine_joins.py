@@ -1,4 +1,4 @@
-"""Who makes an engine without ``deepspeed.initialize`` can have it join the job."""
+"""An engine that is made without ``deepspeed.initialize`` can join the job."""
 
 from unittest import mock
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import deepspeed  # noqa: F401
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.formats import standalone_reader
 from deepspeed.formats.torch_archive import LazyTensor, RefusedClass, load
 from places import PEERS

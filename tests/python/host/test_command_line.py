@@ -1,4 +1,4 @@
-"""How programs end: one line on stderr and an exit code, whatever goes wrong."""
+"""The end of programs: one line on stderr and an exit code, whatever goes wrong."""
 
 import os
 import signal

@@ -80,7 +80,7 @@ def test_architectures(text, wanted, cmake):
 
 @pytest.mark.parametrize("text", ["80", "8.0;ninety", "8.0+ptx", "All"])
 def test_no_architecture(text):
-    refused(ValueError, "TORCH_CUDA_ARCH_LIST is .* no compute capability", cuda_toolkit.parse_architectures, text)
+    refused(ValueError, "TORCH_CUDA_ARCH_LIST is .* not a compute capability", cuda_toolkit.parse_architectures, text)
 
 
 def test_architecture_that_nvcc_has_dropped(nvcc):

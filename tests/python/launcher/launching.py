@@ -1,4 +1,4 @@
-"""How tests start the launcher: its command line, an environment without what others have set, and jobs with pipes."""
+"""Starts the launcher for tests: its command line, an environment without what others have set, and jobs with pipes."""
 
 import os
 import signal

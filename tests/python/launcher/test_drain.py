@@ -1,4 +1,4 @@
-"""What ranks have written by the time they are gone."""
+"""The output that ranks have written by the time they are gone."""
 
 import os
 import selectors

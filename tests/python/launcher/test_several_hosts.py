@@ -40,7 +40,7 @@ note(os.getpid())
 """
 
 
-# Of ranks 0 to 2: RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE.
+# Variables of ranks 0 to 2: RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE.
 PLACES = [["0", "0", "3", "2", "0", "2"], ["1", "1", "3", "2", "0", "2"], ["2", "0", "3", "1", "1", "2"]]
 
 

@@ -51,7 +51,8 @@ def test_published_constructor_and_names():
 
 
 class Odd(torch.nn.Module):
-    """What cannot be grouped: a norm, a branch on values, a parameter outside of a linear layer, a tuple as result."""
+    """Experts that cannot be grouped: a norm, a branch on values, a parameter outside of a linear layer, a tuple as
+    result."""
 
     def __init__(self):
         super().__init__()

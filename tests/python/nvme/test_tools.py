@@ -35,7 +35,7 @@ def test_sizes():
         1, 4096, 400 << 20, 2 << 30, 1 << 20, 1 << 20, 7,
     ]  # fmt: skip
     for text in ("", "0", "-1", "1.5G", "x"):
-        refused(ValueError, "is no size", bytes_of, text)
+        refused(ValueError, "is not a size", bytes_of, text)
 
 
 def test_tuning_ends_with_a_section_that_works_as_printed(sweep, tmp_path, capsys):
@@ -69,10 +69,10 @@ def test_the_published_functions(sweep, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"--nvme_dir": "/none"}, "/none is no folder"),
+        ({"--nvme_dir": "/none"}, "/none is not a folder"),
         ({"--sweep_config": '{"num_threads": [1]}'}, "'num_threads' is nothing to tune"),
         ({"--io_size": "1000T"}, "bytes free"),
-        ({"--io_size": "x"}, "'x' is no size"),
+        ({"--io_size": "x"}, "'x' is not a size"),
     ],
 )
 def test_bad_input_ends_with_one_line(sweep, tmp_path, capsys, change, text):

@@ -22,7 +22,7 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() { return PyModule_Create(&module); }
 
 
 class ToyBuilder(OpBuilder):
-    """What another package writes."""
+    """The builder that another package writes."""
 
     BUILD_VAR = "DS_BUILD_TOY"
     NAME = "toy"

@@ -114,7 +114,7 @@ def equal(params, others):
 
 
 def on_threads(counts, train):
-    """What ``train()`` returns under each number of threads."""
+    """The results of ``train()`` under each number of threads."""
     before, results = torch.get_num_threads(), []
     try:
         for count in counts:

@@ -1,4 +1,4 @@
-"""What every class with a native rule promises: states, copies, checkpoints, dtypes, refusals. It finds the classes."""
+"""Promises of every class with a native rule: states, copies, checkpoints, dtypes, refusals. It finds the classes."""
 
 import copy
 import pickle

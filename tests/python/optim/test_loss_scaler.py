@@ -134,7 +134,7 @@ def test_pickle_names_the_path_that_checkpoints_use():
 
 
 def test_pickle_of_another_writer():
-    # How existing checkpoints hold a fixed scale: the class by path, then its two attributes.
+    # A fixed scale as existing checkpoints hold it: the class by path, then its two attributes.
     data = (b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nq\x00)\x81q\x01}q\x02"
             b"(X\t\x00\x00\x00cur_scaleq\x03"
         b"G@`\x00\x00\x00\x00\x00\x00X\x07\x00\x00\x00dynamicq\x04\x89ub.")  # fmt: skip

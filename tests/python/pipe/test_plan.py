@@ -176,7 +176,7 @@ class _Values(torch.autograd.Function):
 
 
 def test_memory_of_parts():
-    """Of 16 micro-batches of one stage, so that what one pass needs is little beside what is kept."""
+    """A stage with 16 micro-batches, so that what one pass needs is little beside what is kept."""
     width, rows = 8, 1024
     one = rows * width * 4
 

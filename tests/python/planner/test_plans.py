@@ -449,7 +449,7 @@ class TestMachine:
     def test_other_files_are_refused(self, tmp_path):
         path = tmp_path / "machine.json"
         for text, words in {
-            "{": "is no machine file",
+            "{": "is not a machine file",
             '{"version": 9}': "of version 9",
             '{"version": 1, "a": 2}': "it has the keys a",
         }.items():

@@ -205,7 +205,7 @@ def test_alexnet():
 
 
 def test_native_kernels():
-    """Of kernels that torch does not see, forward and backward."""
+    """The costs of kernels that torch does not see, forward and backward."""
     rows, out = [2, 0, 5], 4
     x, weights = leaf(7, WIDTH), [leaf(out, WIDTH) for _ in rows]
     product = 7 * WIDTH * out

@@ -139,7 +139,7 @@ def test_areas_are_stacked(tmp_path):
 
 
 def test_what_is_missing_or_cannot_be_read(tmp_path):
-    """A torn last line, lines of others, steps with nothing in them, values that are no numbers, a gap in a line."""
+    """A torn last line, lines of others, steps with nothing in them, values that are not numbers, a gap in a line."""
     bare = [{"kind": "step", "step": 1}, {"kind": "step", "step": 2, "phases": None, "memory": 3, "loss": None}]
     odd = [step(number, loss=math.nan if number == 5 else 1.0, grad_norm="inf") for number in range(3, 8)]
     more = [{"kind": "ranks", "step": 4}, {"kind": "step"}, [1], {"kind": "new"}]
@@ -161,7 +161,7 @@ PLAN = {
 
 
 def test_a_plan_beside_the_run(tmp_path):
-    """Of the rank that needs most memory."""
+    """The figures of the rank that needs most memory."""
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     page = made(tmp_path, LINES, plan=str(tmp_path / "plan.json"))
     assert page.headings[0] == "Plan and run"
@@ -173,7 +173,7 @@ def test_a_plan_beside_the_run(tmp_path):
     empty = made(tmp_path, [RUN], plan=str(tmp_path / "plan.json"))
     assert ["whole step, seconds", "0.125", "-"] in empty.rows
     (tmp_path / "plan.json").write_text("[]")
-    with pytest.raises(ValueError, match="plan.json is no plan: write the output of ds_plan --json to it"):
+    with pytest.raises(ValueError, match="plan.json is not a plan: write the output of ds_plan --json to it"):
         made(tmp_path, LINES, plan=str(tmp_path / "plan.json"))
 
 

@@ -9,7 +9,7 @@ import progress
 
 
 def answer(text, monkeypatch):
-    """What confirm() makes of ``text`` typed at a terminal."""
+    """The answer of confirm() to ``text`` typed at a terminal."""
     ours, theirs = os.openpty()
     os.write(ours, text)
     with os.fdopen(theirs, "r", closefd=False) as stdin:

@@ -89,7 +89,7 @@ def test_chunks_with_sinks_and_dropout(drop, cap, chunk, causal, dtype):
 
 
 def test_sinks_stay_as_they_are():
-    """Of one row, too, whose state has as many numbers."""
+    """Blocks of one row, too, whose state has as many numbers."""
     query, sinks = normal(1, 2, 9, 4, dtype=torch.float32, seed=0), torch.tensor([0.5, -2.0])
     before = chunked_attention(query, query, query, 9, sinks=sinks)
     found = chunked_attention(query, query, query, 1, sinks=sinks)

@@ -141,7 +141,7 @@ def test_what_exchanges_keep_is_counted(toy):
 
 
 class Bends(torch.nn.Module):
-    """Above so many tokens it needs ``extra`` more bytes for each of them than below."""
+    """Above ``limit`` tokens it needs ``extra`` more bytes for each of them than below."""
 
     def __init__(self, limit, extra):
         super().__init__()

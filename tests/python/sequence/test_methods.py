@@ -1,4 +1,4 @@
-"""How ranks share an attention: what each method makes of heads, ranks and hosts, and what is impossible."""
+"""The methods by which ranks share an attention: their groups for heads, ranks and hosts, and impossible ones."""
 
 import pytest
 

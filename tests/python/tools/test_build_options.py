@@ -1,4 +1,4 @@
-"""What the environment asks of a build."""
+"""Options of a build from the environment."""
 
 import importlib.util
 import os

@@ -56,7 +56,7 @@ def run(tmp_path, *arguments, broken="nothing", flags="avx avx2", jobs=2):
 
 
 def rooms(ran):
-    """Of what ran in an emulator: {room: (shares, filters)}."""
+    """The runs in an emulator: {room: (shares, filters)}."""
     found = {}
     for what, share in ran:
         program = re.search(r"/bin/test_(\w+) --gtest_brief=1 --gtest_filter=(.*)$", what)

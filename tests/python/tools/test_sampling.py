@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`, and that nothing is left to neither."""
+"""The cases that `make test` leaves to `make test-all`; no case is left to neither."""
 
 import itertools
 import os

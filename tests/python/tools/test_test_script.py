@@ -82,7 +82,7 @@ def test_every_case(tmp_path):
 
 
 def test_another_torch(tmp_path):
-    """What sees no torch has passed with the first one."""
+    """Tests of rooms that see no torch have passed with the first torch."""
     code, runs, out, _ = run(tmp_path, "second")
     assert code == 0 and len(runs) == 2 and "cover=values" in out and "chosen: -L ^torch$" in out
     _, _, out, _ = run(tmp_path / "first")
@@ -90,7 +90,7 @@ def test_another_torch(tmp_path):
 
 
 def test_rooms_that_see_torch_have_its_label():
-    """What `tools/test.sh second` chooses: every test of each room that links torch, and no other."""
+    """The choice of `tools/test.sh second`: every test of each room that links torch, and no other."""
     folder = os.path.join(ROOT, "build", os.path.basename(os.path.dirname(_native._C.__file__)))
     if not os.path.exists(os.path.join(folder, "CTestTestfile.cmake")):
         pytest.skip(f"the C++ tests are not built in {folder}")

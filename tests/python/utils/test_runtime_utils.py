@@ -1,4 +1,4 @@
-"""What scripts import from deepspeed.runtime.utils and .sparse_tensor, on one process."""
+"""Names that scripts import from deepspeed.runtime.utils and .sparse_tensor, on one process."""
 
 import collections
 import random

@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.zero import Init, core
-from deepspeed.zero.parameters import init_context
+from deepspeed.zero.init import init_context
 
 
 @pytest.mark.parametrize("local_rank", ["3", None])
@@ -29,7 +29,7 @@ def test_zero_init_takes_the_device_of_its_local_rank_before_anything_else(monke
 
 @pytest.mark.parametrize("devices, shared", [("cpu cpu", True), ("cpu cuda", False), ("cuda cuda", False)])
 def test_ranks_share_memory_only_where_all_parameters_are_on_the_cpu(monkeypatch, devices, shared):
-    """Of a frozen model too, which has no optimizer whose parameters could be asked."""
+    """The device of a frozen model, too, which has no optimizer whose parameters could be asked."""
     asked = {}
     monkeypatch.setattr(core, "_communicator", lambda group, name, shared: asked.update({name: shared}))
     monkeypatch.setattr(core, "_native", mock.Mock())

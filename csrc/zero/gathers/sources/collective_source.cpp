@@ -1,3 +1,4 @@
+// Gathers by one collective call of all ranks, for parameters that have no engine.
 #include <c10/core/GradMode.h>
 
 #include "zero/gathers/sources/staged_gather.h"

@@ -1,3 +1,4 @@
+// Gathers from shared memory: a rank copies the slices that others have published.
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 

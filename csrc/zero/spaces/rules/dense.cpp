@@ -1,3 +1,4 @@
+// The rule of dense parameters, which all data-parallel ranks train.
 #include "base/error.h"
 #include "comm/transports/local_communicator.h"
 #include "zero/spaces/rules/space_rule.h"

@@ -22,7 +22,7 @@ struct SpaceRuleRegistration {
 // Only the rule itself reads the text behind a dot in `name`. Fails with the names that there are.
 const SpaceRule& find_space_rule(const std::string& name);
 
-// Of parameters that every data-parallel rank computes with: a stage shards over them or replicates over them.
+// Ranks of parameters that every data-parallel rank computes with: a stage shards or replicates over them.
 SpaceRanks dense_ranks(const StagePolicy& policy, const EngineRanks& ranks, const std::string& copied_along = "");
 
 // Appends the ranks with other parts of the model, which end norm_over of each space: tensor-parallel ones, unless they

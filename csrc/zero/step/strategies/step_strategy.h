@@ -39,7 +39,7 @@ struct UpdatePart {
   std::function<const Buffer&(const ParamSpace&)> grads;
   // Parameters with a gradient, the same on all ranks. Unset: those that a rank has used in this step.
   std::function<bool(size_t param)> used;
-  // How many updates each parameter has seen in such parts: float, on the CPU. Unset: the optimizer's own count.
+  // Number of updates that each parameter has seen in such parts: float, on the CPU. Unset: the optimizer's own count.
   at::Tensor steps;
   // Factor and skipping, in memory of the device. Null: those of this step.
   const kernels::StepScale* scale = nullptr;

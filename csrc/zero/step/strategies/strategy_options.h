@@ -8,13 +8,13 @@ namespace ds::zero {
 struct ZenFlowOptions {
   enum class Select { kAuto, kByStep, kByEpoch };
 
-  double topk_ratio = 0.1;
+  double topk_ratio = 0.0;
   Select select = Select::kAuto;
   int64_t select_interval = 0;
   int64_t update_interval = 0;
   bool overlap = false;
   bool offload = false;  // masters and states of what is chosen stay on the host, too
-  double auto_ratio = 0.99;
+  double auto_ratio = 0.0;
   int64_t warm_up = 0;
   int64_t steps_per_epoch = 0;
 };

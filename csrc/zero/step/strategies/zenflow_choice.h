@@ -34,7 +34,7 @@ class ZenFlowChoice {
   // By the reduced gradients of this step. Every rank calls it. Only while nothing is taken.
   void choose(const GradReducer& grads);
   bool made() const { return !columns_.empty(); }
-  // Of each parameter, rising; none for those that are chosen whole.
+  // The chosen columns of each parameter, rising; empty for parameters that are chosen whole.
   const std::vector<std::vector<int64_t>>& columns() const { return columns_; }
   void set_columns(std::vector<std::vector<int64_t>> columns);  // empty: nothing is chosen
 
@@ -45,7 +45,8 @@ class ZenFlowChoice {
   // One update of the chosen elements of the parameters with a gradient; the model's weights follow. `steps`: the
   // updates that each parameter has had. Only while the choice is taken.
   void update(const StepInputs& inputs, const GradReducer& grads, const float* steps);
-  // Of the chosen gradients of the last update, as they came, with their loss scale; not yet added up over ranks.
+  // Sums of squares of the chosen gradients of the last update, as they came, with their loss scale; not yet added up
+  // over ranks.
   const NormSums& squares() const { return squares_; }
 
   // Whether something in a bucket is not chosen.

@@ -29,7 +29,7 @@ def open_any(path, tag=None):
         return open_run(path)
     tag = names.latest_tag(path) if tag is None else str(tag)
     if tag is None:
-        raise FileNotFoundError(f"{path} is no checkpoint and has no file 'latest' that names one")
+        raise FileNotFoundError(f"{path} is not a checkpoint and has no file 'latest' that names one")
     return open_run(os.path.join(path, tag))
 
 

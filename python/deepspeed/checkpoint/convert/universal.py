@@ -15,12 +15,11 @@ from deepspeed.checkpoint.autoep_universal import (
     states_below,
     write_shard,
 )
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, TEMP_FOLDER, ZERO_FOLDER, shard_path, state_path
 from deepspeed.checkpoint.layouts.open_saved import open_run, open_saved, pipeline_degrees
 from deepspeed.checkpoint.layouts.saved_state import eager, plain
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, merge_slices
-from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.write import file_writer

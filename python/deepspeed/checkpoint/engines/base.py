@@ -8,7 +8,8 @@ import os
 import torch
 
 from deepspeed.checkpoint.engines import ENGINES
-from deepspeed.checkpoint.read import storage, verify
+from deepspeed.checkpoint.layouts import storage
+from deepspeed.checkpoint.write import verify
 from deepspeed.checkpoint.write.file_writer import file_record, prepare
 from deepspeed.log import logger
 
@@ -32,7 +33,7 @@ class CheckpointEngine(abc.ABC):
     are the files safe on disk; an engine that works in the background says so with ``is_decoupled``.
     """
 
-    # What writes in the background (``write.background.Background``), or None: engine.step() looks at it.
+    # The object that writes in the background (``write.background.Background``), or None: engine.step() looks at it.
     behind = None
 
     def __init__(self, config_params=None):

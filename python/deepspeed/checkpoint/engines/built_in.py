@@ -7,7 +7,7 @@ import secrets
 import time
 
 from deepspeed.checkpoint.engines.base import OwnCheckpointEngine
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import storage
 from deepspeed.checkpoint.write import commit
 from deepspeed.checkpoint.write.background import Background, SnapshotSave, raise_failure
 from deepspeed.checkpoint.write.file_writer import TorchSaveFile, WriterOptions, replace_file
@@ -131,7 +131,7 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         self.behind.start(find)
 
     def save_behind(self, saving, files, save_latest, states=None):
-        """Takes a snapshot of ``files`` (``write.save.files_of``) for ``saving``, which commits it when all is written.
+        """Takes a snapshot of ``files`` (``save.save.files_of``) for ``saving``, which commits it when all is written.
         ``states``: ``HeldStates``, copied by the time that the core changes them. Every rank calls it; raises on
         all ranks what any of them could not copy."""
         if self._expecting:

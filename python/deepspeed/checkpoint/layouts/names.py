@@ -90,8 +90,8 @@ EXPERT_STATES = FileName(
 )
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = FileName("run_rank_{rank:05d}_state.pt", r"run_rank_(?P<rank>\d{5,})_state\.pt")
-# What saves of any kind, of this or another implementation, put at the top of a tag's folder, and nothing else: files
-# with these names may be removed when the tag is saved again.
+# Names that saves of any kind, of this or another implementation, put at the top of a tag's folder, and no others:
+# files with these names may be removed when the tag is saved again.
 PUBLISHED = (
     MODEL_STATES, SHARDED_MODEL_STATES, OPTIM_STATES, EXPERT_OPTIM_STATES, LAYER_STATES, EXPERT_STATES, RUN_STATES,
 )  # fmt: skip

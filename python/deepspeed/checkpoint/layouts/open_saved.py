@@ -5,14 +5,13 @@ import itertools
 import os
 
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.saved_named import expert_weights, weights_in, with_named
 from deepspeed.checkpoint.layouts.saved_native import NativeState, read_json
 from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, Shards, SlicedState
 from deepspeed.checkpoint.layouts.saved_slices import SavedSlices
 from deepspeed.checkpoint.layouts.saved_state import Joined
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState
-from deepspeed.checkpoint.read import storage
 from deepspeed.formats.swapped_tensors import with_swapped
 
 
@@ -29,7 +28,7 @@ def _shards(folder, mp_rank, dp_rank):
 def _shard(path):
     whole = storage.read(path, lazy=True)
     if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
-        raise ValueError(f"{path} is no file of optimizer states: it has no 'optimizer_state_dict'")
+        raise ValueError(f"{path} is not a file of optimizer states: it has no 'optimizer_state_dict'")
     return with_swapped(path, whole, storage.read)
 
 

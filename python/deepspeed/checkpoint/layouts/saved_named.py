@@ -5,9 +5,8 @@ import functools
 
 import torch
 
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.saved_state import Joined, Range, SavedState, numel_of, with_names
-from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.zero.states.named_states import OWN_PARAMS
 
@@ -88,7 +87,7 @@ def weights_in(folder, name, what):
     path = path_below(folder, name, f"a model file in {folder}", "entry")
     state = storage.read(path, lazy=True)
     if not isinstance(state, dict):
-        raise ValueError(f"{path} is no file of {what}: it holds no weights by name")
+        raise ValueError(f"{path} is not a file of {what}: it holds no weights by name")
     return state
 
 

@@ -13,11 +13,10 @@ import numpy
 import torch
 
 from deepspeed.checkpoint.constants import BUFFER_NAMES, FROZEN_PARAM_SHAPES, PARAM_SHAPES
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.names import MODULE, VALUES
 from deepspeed.checkpoint.layouts.saved_named import ByName
 from deepspeed.checkpoint.layouts.saved_state import eager, plain, with_names
-from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.formats.torch_archive import DTYPES

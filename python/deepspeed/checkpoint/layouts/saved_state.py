@@ -9,8 +9,7 @@ import os
 
 import torch
 
-from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.zero.nested import replace
 
 # Saved values of an optimizer as a whole: see ``SavedState.extra``.

@@ -9,10 +9,9 @@ from typing import List, Tuple, Union
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, ZERO_FOLDER
 from deepspeed.checkpoint.layouts.saved_state import EXTRA_KEYS, Range, SavedState, eager, with_names
-from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 
 # ---- universal info ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import sys
 import time
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import verify
 from deepspeed.host.command_line import program
 from deepspeed.host.texts import table
 from deepspeed.registry import load_target
@@ -104,7 +104,7 @@ def _verify(arguments):
             print(f"  {problem}")
     latest = None if is_checkpoint(arguments.directory) else names.latest_tag(arguments.directory)
     if latest is not None and latest not in [entry.tag for entry in entries]:
-        print(f"{os.path.join(arguments.directory, 'latest')} names {latest!r}, which is no checkpoint here")
+        print(f"{os.path.join(arguments.directory, 'latest')} names {latest!r}, which is not a checkpoint here")
         bad += 1
     return 1 if bad else 0
 

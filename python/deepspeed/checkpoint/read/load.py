@@ -4,14 +4,14 @@ import errno
 import functools
 import os
 
-from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.open_saved import open_run
 from deepspeed.checkpoint.layouts.saved_slices import Cut
-from deepspeed.checkpoint.read import memory, storage, verify
+from deepspeed.checkpoint.read import memory
 from deepspeed.checkpoint.read.loading import checked
 from deepspeed.checkpoint.read.node_local import fetch_missing
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere
-from deepspeed.checkpoint.write import background, commit
+from deepspeed.checkpoint.write import background, commit, verify
 from deepspeed.checkpoint.write.ranks import Ranks, in_turn
 from deepspeed.comm.agreement import attempt
 from deepspeed.log import log_dist, logger
@@ -85,7 +85,7 @@ def _open(run, folder, with_optimizer):
     """The checkpoint, as far as it is needed to load it into this run."""
     if run.config.load_universal_checkpoint and not names.is_universal(folder):
         raise ValueError(
-            f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
+            f"checkpoint.load_universal is true, and {folder} is not a universal checkpoint: it has no folder 'zero'. "
             "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
             "and number of ranks as they are"
         )
@@ -254,7 +254,7 @@ def restore_universal(run, target, folder, params=None, weights=True, states=Tru
     without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
     if not names.is_universal(folder):
         raise ValueError(
-            f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
+            f"{folder} is not a universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
         )
     if params is not None and {id(param) for param in params} != run.trained_ids():
         raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")

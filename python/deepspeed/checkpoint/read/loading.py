@@ -11,9 +11,9 @@ _SCHEDULED_MOMENTA = {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 def winning_options(run, saved, with_scheduler):
-    """For each parameter group the hyperparameters that the configuration of this run says and that of the run which
-    saved did not: they win over the saved ones. What both say alike goes on as it was saved: a script, or a schedule,
-    may have changed it since. Nothing for an optimizer that the caller has made."""
+    """Returns, for each parameter group, the hyperparameters that changed in the configuration since the checkpoint was
+    saved. They override the saved values; unchanged ones keep the saved values, which a script or a schedule may have
+    set. Returns nothing for an optimizer that the caller has made."""
     made, before = run.given_groups, saved.model.get("ds_config")
     now = _optimizer_params(run.ds_config)
     if not made or now is None or before is None:
@@ -53,7 +53,7 @@ def checked(run, target, saved, strict, with_optimizer, with_scheduler, module_o
     state, restore, masters, schedule = saved.model, None, set(), None
     if not module_only and "global_steps" not in state:
         raise ValueError(
-            f"{saved.origin()} has no 'global_steps': it is no checkpoint of an engine. Load its weights with "
+            f"{saved.origin()} has no 'global_steps': it is not a checkpoint of an engine. Load its weights with "
             "load_module_only=True"
         )
     if run.states is not None:

@@ -1,12 +1,12 @@
-"""Snapshots in the memory of hosts, as they are read: see ``deepspeed.checkpoint.write.memory``."""
+"""Snapshots in the memory of hosts, as they are read: see ``deepspeed.checkpoint.save.memory``."""
 
 import contextlib
 import json
 import os
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write.memory import SAID_BY, parsed, ranks_in
+from deepspeed.checkpoint.layouts.memory_names import SAID_BY, parsed, ranks_in
+from deepspeed.checkpoint.write import verify
 from deepspeed.formats.recorded_paths import path_below
 
 

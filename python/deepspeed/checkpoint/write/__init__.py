@@ -1,1 +1,1 @@
-"""Saving: what an engine puts into which file, and how a folder of them appears whole."""
+"""Writing: bytes of files, their checksums, and how a folder of them appears whole."""

@@ -17,7 +17,7 @@ def saves(run, copies):
 
 
 class PartsByRank:
-    """Of one save; every rank makes one.
+    """The parts of one save, by rank; every rank makes one.
 
     named:     the ``SavedNames``.
     described: value of the model file's key, None for a model of which all ranks have the same.

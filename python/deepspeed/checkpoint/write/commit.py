@@ -20,8 +20,7 @@ import shutil
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import HIDDEN
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write import file_writer, owner
+from deepspeed.checkpoint.write import file_writer, owner, verify
 from deepspeed.checkpoint.write.pointer import CANNOT_RENAME, cannot_rename
 from deepspeed.formats.recorded_paths import path_below, remove_below
 from deepspeed.log import logger

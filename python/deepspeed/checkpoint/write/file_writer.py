@@ -23,8 +23,8 @@ from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 # ---- file record ---------------------------------------------------------------------------------------------------
 # Records of written files, in the form of manifests.
 
-# Of a tensor in a file: ``bytes`` of them at ``offset`` from the start of the file, with their CRC-32. ``dtype`` is a
-# name of torch (``float32``); tensors that share memory share the bytes. The bytes are the elements in the order of the
+# A tensor in a file: ``bytes`` bytes at ``offset`` from the start of the file, with their CRC-32. ``dtype`` is a name
+# of torch (``float32``); tensors that share memory share the bytes. The bytes are the elements in the order of the
 # tensor's memory (``PreparedTorch``) or in row-major order (``PreparedSafetensors``).
 _OF_TENSORS = ("name", "dtype", "shape", "offset", "bytes", "crc32")
 
@@ -104,7 +104,7 @@ class PicklerHooks:
 
     @classmethod
     def storage(cls, value):
-        """Of a storage (its class, its bytes as a tensor, bytes of an element), None for anything else."""
+        """Describes a storage (its class, its bytes as a tensor, bytes of an element); None for anything else."""
         if isinstance(value, torch.storage.TypedStorage):
             kind, dtype, value = cls.storage_class(value.dtype), value.dtype, _compat.untyped_storage(value)
         elif torch.is_storage(value):

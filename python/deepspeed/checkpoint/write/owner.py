@@ -17,7 +17,7 @@ import socket
 
 from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import verify
 from deepspeed.formats.recorded_paths import path_below, remove_below
 from deepspeed.host.recorded_names import open_regular
 from deepspeed.host.texts import read_text

@@ -9,8 +9,8 @@ import time
 
 from deepspeed import comm as dist
 from deepspeed._native import _C
-from deepspeed.checkpoint.read.verify import DamagedManifest
 from deepspeed.checkpoint.write.owner import Process
+from deepspeed.checkpoint.write.verify import DamagedManifest
 from deepspeed.comm.agreement import attempt
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""What all ranks of an engine must have alike: their configurations, and the numbers that scripts change later."""
+"""Compares the values that all ranks of an engine must have alike: their configurations, and the numbers that scripts
+change later."""
 
 import hashlib
 import json

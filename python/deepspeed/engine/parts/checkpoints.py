@@ -10,8 +10,8 @@ from deepspeed.checkpoint.layouts.names import EXPERT_OPTIM_STATES
 from deepspeed.checkpoint.read import expert_states, weights
 from deepspeed.checkpoint.read.load import load_checkpoint, restore_universal
 from deepspeed.checkpoint.run_state import Counters, LoadTarget, RunRanks, RunState
-from deepspeed.checkpoint.write.contents import param_shapes
-from deepspeed.checkpoint.write.save import save_checkpoint
+from deepspeed.checkpoint.save.contents import param_shapes
+from deepspeed.checkpoint.save.save import save_checkpoint
 from deepspeed.comm import process_group as dist
 from deepspeed.comm.mesh_views import PIPELINE, ask_mpu
 from deepspeed.config.secrets import shown
@@ -264,7 +264,7 @@ class Checkpoints:
     # ---- all of it ---------------------------------------------------------------------------------------------------
     @member
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
-        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
+        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save.save``."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         run_hooks(self.engine, "before_save")
         with self.engine._step_log.phases.inside("checkpoint"):

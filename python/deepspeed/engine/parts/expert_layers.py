@@ -184,10 +184,10 @@ class ExpertLayers(Part):
 
     @member
     def moe_statistics(self):
-        """Of the last step, a dict for each MoE layer, by its name: ``tokens_per_expert`` (rows that each was chosen
-        for, on all data-parallel ranks, before dropping), ``tokens``, ``dropped_share`` of the rows, ``router_entropy``
-        (mean, of a sample of the tokens, in nats), ``busiest_over_mean``, ``aux_loss`` (mean), ``exchange_bytes`` (that
-        left a rank for another, gradients included) and ``exchange_ms`` (for which a rank has waited, the mean). Before
-        the first step: empty.
+        """Figures of the last step, one dict for each MoE layer, by its name: ``tokens_per_expert`` (rows that each was
+        chosen for, on all data-parallel ranks, before dropping), ``tokens``, ``dropped_share`` of the rows,
+        ``router_entropy`` (mean, of a sample of the tokens, in nats), ``busiest_over_mean``, ``aux_loss`` (mean),
+        ``exchange_bytes`` (that left a rank for another, gradients included) and ``exchange_ms`` (for which a rank has
+        waited, the mean). Before the first step: empty.
         """
         return dict(self._last)

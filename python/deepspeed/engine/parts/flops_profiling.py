@@ -94,7 +94,7 @@ class FlopsProfiling(Part):
 
 
 def _problem(path):
-    """Why the report cannot be written to ``path``, or None. The file is not made."""
+    """The reason why the report cannot be written to ``path``, or None. The file is not made."""
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)

@@ -49,8 +49,8 @@ class LongSequences:
             asked += ["offload"] * (section.offload != "none") + ["method"] * (section.method != "auto")
             if asked:
                 raise DeepSpeedConfigError(
-                    f"sequence_parallel.{asked[0]} cannot be used with a PipelineModule: its layers are what they are "
-                    "given as. Put tiles and attention of chunks into the layers"
+                    f"sequence_parallel.{asked[0]} cannot be used with a PipelineModule: layers of a "
+                    "PipelineModule are not replaced. Use tiled or chunked layers when you build it"
                 )
             return
         self._share(model)
@@ -92,7 +92,7 @@ class LongSequences:
             )
         if loss and "loss" not in tiled:
             raise DeepSpeedConfigError(
-                f"sequence_parallel.tile_loss is true, but {type(model).__name__} is no causal language model of "
+                f"sequence_parallel.tile_loss is true, but {type(model).__name__} is not a causal language model of "
                 "transformers with a linear head: use deepspeed.runtime.sequence_parallel.ulysses_sp."
                 "TiledFusedLogitsLoss in it, and leave the key out"
             )

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from deepspeed.checkpoint.write.memory import Snapshots, host_memory
+from deepspeed.checkpoint.save.memory import Snapshots, host_memory
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.comm import mesh_views
 from deepspeed.engine.members import Part, engine_parts

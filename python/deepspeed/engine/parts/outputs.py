@@ -70,7 +70,8 @@ class Outputs(Part):
         return None
 
     def problem_with(self, key, path):
-        """Why ``path``, which ``key`` names, cannot be written beside the other outputs of this process; or None."""
+        """The reason why ``path``, which ``key`` names, cannot be written beside the other outputs of this process; or
+        None."""
         for other, taken in self.paths.items():
             if other != key and _collide(key, path, other, taken):
                 return (

@@ -84,7 +84,7 @@ class Postmortem(Part):
 
     # ---- a step under way --------------------------------------------------------------------------------------------
     def see_inputs(self, inputs, kwargs):
-        """Of a forward that trains; of a pipeline, the pair that a stage has loaded as ``inputs``."""
+        """Keeps the inputs of a forward that trains. In a pipeline ``inputs`` is the pair that a stage has loaded."""
         if self.on:
             state = None if self._pipelined else capture()
             self._note_trained()
@@ -96,7 +96,7 @@ class Postmortem(Part):
             self._forwards[-1] = number
 
     def _note_trained(self):
-        """Which of the micro-batches a backward has reached: the gradients of this step are of these alone."""
+        """Notes which micro-batches a backward has reached: the gradients of this step are of these alone."""
         if not self._pipelined:
             reached = self.engine._window.reached
             self._forwards = [True if number is True or number in reached else number for number in self._forwards]
@@ -125,7 +125,7 @@ class Postmortem(Part):
             self._micro[-1]["more"] = values
 
     def see_loss(self, loss, parts):
-        """Of a backward, before the division by ``parts``."""
+        """Keeps the loss of a backward, before its division by ``parts``."""
         if self.on and self._micro:
             self._micro[-1].update(loss=loss.detach(), parts=parts)
 

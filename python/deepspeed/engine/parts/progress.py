@@ -28,7 +28,7 @@ from deepspeed.utils.timer import (
     ThroughputTimer,
 )
 
-# Of each phase of a micro-step its timers: of this one alone, and of all up to the boundary.
+# Timers of each phase of a micro-step: of this one alone, and of all up to the boundary.
 _TIMERS = {
     "forward": (FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER),
     "backward": (BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER),
@@ -206,7 +206,7 @@ class Progress:
         log_dist(text, ranks=[0])
 
     def _figures(self, samples):
-        """(event, value) of the step that has been made with so many samples, on rank 0."""
+        """Yields (event, value) of the last step on rank 0. ``samples``: trained so far."""
         engine = self.engine
         if self._loss is not None:
             yield "Train/Samples/train_loss", self._loss.item()

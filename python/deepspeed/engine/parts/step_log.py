@@ -1,4 +1,4 @@
-"""Where the time of each step went: phases, memory by owner, speed; as dicts, and as lines of JSON."""
+"""The figures of each step: phases and their times, memory by owner, speed; as dicts, and as lines of JSON."""
 
 import collections
 import contextlib
@@ -196,9 +196,9 @@ class StepLog(Part):
         return self._names
 
     def _compare_ranks(self):
-        """The slowest rank is the one that has waited least for others, with its thread or with its device; its phase,
-        where it differs most from the fastest rank. The gathers of a device are waits of its stream, which are counted
-        there: all hosts wait equally long for their devices then."""
+        """Finds the slowest rank: the one that waited least for the others, on the host or on the device. Its slowest
+        phase is the one with the largest gap to the fastest rank. Gathers of a device are waits of its stream, and are
+        counted there, because all hosts wait equally long for their devices then."""
         self._finish_pending()
         rows, self._recent = self._gather(torch.tensor(self._recent, dtype=torch.float64).mean(0)), []
         own = [number for number, name in enumerate(PHASES) if name not in _OTHERS]

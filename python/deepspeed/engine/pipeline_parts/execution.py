@@ -330,7 +330,7 @@ class Execution:
             self.engine._window.set_boundary(None)
 
 
-# Of each instruction the member of an engine that runs it.
+# The member of an engine that runs each instruction.
 INSTRUCTIONS = {
     ops.LoadMicroBatch: "_exec_load_micro_batch",
     ops.ForwardPass: "_exec_forward_pass",

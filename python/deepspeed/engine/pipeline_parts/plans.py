@@ -54,7 +54,7 @@ class Plans(Part):
             self.engine.module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
 
     def why_whole(self):
-        """Why this engine computes both halves of a backward at once; "" where it does not."""
+        """The reason why this engine computes both halves of a backward at once; "" where it does not."""
         if self.engine._stage_policy.shards_params:
             return "ZeRO stage 3 gathers weights for one pass; use stage 2, or a schedule that does not split"
         ours = (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint, checkpointing.split_checkpoint)
@@ -129,12 +129,12 @@ class Plans(Part):
         return self.planned(self.engine.micro_batches)
 
     def see_inputs(self, inputs):
-        """Of a micro-batch: the plan has their shapes."""
+        """Remembers the shapes of a micro-batch for the plan."""
         if self.sample is None:
             self.sample = shapes_of(inputs)
 
     def see_labels(self, labels):
-        """The same."""
+        """Remembers the shapes of its labels."""
         if self.label_sample is None:
             self.label_sample = _shapes_of_labels(labels)
 

@@ -19,7 +19,8 @@ _NOTES = """Each module profile is listed after its name in the following order:
 params, percentage of total params, MACs, percentage of total MACs, fwd latency, percentage of total fwd latency, \
 fwd FLOPS
 
-Note: 1. Functions that a module calls, and losses, are no modules: their MACs and latency are the module's own, and the
+Note: 1. Functions that a module calls, and losses, are not modules: their MACs and latency are the module's own, and \
+the
 difference between its figures and the sum of those of its submodules.
 2. The number of floating-point operations is that of the formulas, so FLOPS may exceed what the device can do.
 3. The fwd latency of a module is measured around its forward, so that of the first one is less than the fwd latency
@@ -120,7 +121,8 @@ def summary(profiler, step):
 
 
 class _Figures:
-    """Of a module. One that is not called itself, as a list of modules, has what its children have."""
+    """Figures of a module. A module that is not called itself, such as a list of modules, has the sums of its
+    children."""
 
     def __init__(self, profiler, module):
         self.params = sum(profiler.parameters_of(module))
@@ -143,7 +145,8 @@ class _Figures:
 
 
 def _by_depth(profiler):
-    """Of each depth ``{class of modules: [params, MACs, seconds]}``; a module that has several parents counts once."""
+    """Returns ``{class of modules: [params, MACs, seconds]}`` for each depth; a module that has several parents counts
+    once."""
     levels, modules, seen = [], [profiler.model], set()
     while modules:
         level = {}

@@ -1,3 +1,3 @@
 """Import path of existing scripts; the code is in deepspeed.zero."""
 
-from deepspeed.zero.parameters.mics import MiCS_Init  # noqa: F401
+from deepspeed.zero.init.mics import MiCS_Init  # noqa: F401

@@ -8,7 +8,7 @@ from deepspeed.zero.gathers.gathered import (  # noqa: F401
     unregister_external_parameter,
 )
 from deepspeed.zero.gathers.linear import zero3_linear_wrap  # noqa: F401
-from deepspeed.zero.parameters.init_context import (  # noqa: F401
+from deepspeed.zero.init.init_context import (  # noqa: F401
     DEFAULT_TENSOR_OVERRIDES,
     DeepSpeedTensorOverride,
     Init,

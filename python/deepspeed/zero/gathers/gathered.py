@@ -75,8 +75,8 @@ class GatheredParameters:
 
 
 def _keep_writes(access, params):
-    """What was written into ``params`` without a ``modifier_rank``. The gatherer of an engine keeps it; all ranks that
-    share parameters of no engine are here, and compare it."""
+    """Keeps values that were written into ``params`` without a ``modifier_rank``. The gatherer of an engine keeps it;
+    all ranks that share parameters of no engine are here, and compare it."""
     if access.core is not None and not access.checks_writes:
         return
     written = {n: param for n, param in enumerate(params) if access.gatherer.written(param.ds_handle)}

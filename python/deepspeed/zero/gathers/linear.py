@@ -37,7 +37,8 @@ def _rows(tensor):
 
 
 def _gradients(ctx, grad_output, product):
-    """Of input, weight and bias, where they are asked for. ``product``: ``torch.matmul``, or a replacement."""
+    """Returns the gradients of input, weight and bias that are asked for. ``product``: ``torch.matmul``, or a
+    replacement."""
     input, weight = ctx.saved_tensors
     grad_input = grad_weight = grad_bias = None
     if torch.is_grad_enabled():  # create_graph: the weight is not gathered for that graph, so it keeps the values
@@ -113,7 +114,8 @@ def _without_view(caller, function, input, weight, bias):
     if autocast_is_on(input.device.type):
         return _torch_linear(input, weight, bias)
     if isinstance(weight, ReleasedParameter) or isinstance(bias, ReleasedParameter):
-        # Of a module that is not called itself. Fetched first: the graph takes down shapes as they are at apply.
+        # The parameters may belong to a module that is not called itself. They are fetched first, because the graph
+        # records shapes as they are at apply.
         return handle_torch_function(caller, (weight, bias), input, weight, bias)
     return function(input, weight, bias)
 

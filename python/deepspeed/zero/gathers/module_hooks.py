@@ -34,7 +34,8 @@ copyreg.pickle(_native._C.LeaveHook, _pickled_hook)
 
 
 def _refuse_constant_inputs(module, args, kwargs=None):
-    """Of a leaf module: a backward that runs through it must come out at one of its inputs."""
+    """Refuses a leaf module without an input that wants a gradient: a backward through it must come out at one of its
+    inputs."""
     if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
         return
     if kwargs is None and len(args) < len(inspect.signature(module.forward).parameters):

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import log_dist
 from deepspeed.zero.offload.rates import folder_of
-from deepspeed.zero.optimizers.states_in_files import StatesOfMaster
+from deepspeed.zero.states.states_in_files import StatesOfMaster
 
 ALL = tuple(OffloadStateTypeEnum)
 
@@ -46,8 +46,8 @@ def check_device(device, folder=""):
     return device
 
 
-# Of each kind the core's planes, whose tensors have the same memory. contiguous_grad_buffer has none: the buckets of a
-# reduction are taken when a backward starts and given back when it ends.
+# Planes of the core for each kind; their tensors have the same memory. contiguous_grad_buffer has none: the buckets of
+# a reduction are taken when a backward starts and given back when it ends.
 _PLANES = {
     OffloadStateTypeEnum.optim_states: "slots",
     OffloadStateTypeEnum.hp_params: "master",

@@ -25,7 +25,7 @@ class FlatOptimizer(ShardedOptimizer):
     """Stage 2 with ``partition_grads``, else stage 1. The base class tells of the other arguments.
 
     Saved states use the layout that other tools read: each group's parameters end to end in the optimizer's order, cut
-    into equal partitions, one for each rank (csrc/zero/spaces/group_cut.h). ``elastic_checkpoint``: its old form.
+    into equal partitions, one for each rank (csrc/zero/states/group_cut.h). ``elastic_checkpoint``: its old form.
     ``saved_form(shards, shapes)`` makes a ``SavedState`` of them.
     """
 

@@ -3,8 +3,8 @@
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.states.named_states import groups_of_params
+from deepspeed.zero.states.states_in_files import split_states
 
 
 def per_element(value):
@@ -12,7 +12,7 @@ def per_element(value):
     return hasattr(value, "shape") and len(value.shape) > 0
 
 
-# Of a saved group or sub-group: values of its parameters, in their order, where they have different ones.
+# Keys of a saved group or sub-group for values of its parameters, in their order, where these differ.
 PARAM_STEPS = "param_steps"
 PARAM_SCALARS = "param_scalars"
 

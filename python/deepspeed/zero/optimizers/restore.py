@@ -7,7 +7,7 @@ import torch
 
 from deepspeed.zero.parameters.param_ranks import in_memory_order, lies_in_rows, numel_of, saved_part
 
-# Of csrc/zero/strategies: a run without them leaves them in the file.
+# States that strategies add (csrc/zero/step/strategies); a run without them leaves them in the file.
 STRATEGY_STATES = ("zenflow_gradient", "zenflow_weight")
 
 

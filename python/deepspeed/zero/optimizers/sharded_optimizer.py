@@ -23,10 +23,10 @@ from deepspeed.zero.errors import ZeRORuntimeException
 from deepspeed.zero.offload.offload_states import OffloadedStates
 from deepspeed.zero.optimizers.base_optimizer import DTYPES, ZeROOptimizer
 from deepspeed.zero.optimizers.flat_states import with_states
-from deepspeed.zero.optimizers.states_in_files import StatesInFiles
 from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.states.named_states import groups_of_params
 from deepspeed.zero.states.param_states import ParamStates
+from deepspeed.zero.states.states_in_files import StatesInFiles
 
 
 # The epilogues reduce the gradients that backward has left on this rank. ``rests_in_files`` says whether masters or

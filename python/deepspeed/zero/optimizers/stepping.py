@@ -10,7 +10,7 @@ from deepspeed import _native
 from deepspeed.log import log_dist, logger
 from deepspeed.ops.by_name import is_native
 from deepspeed.zero.errors import UnusedParameterError
-from deepspeed.zero.optimizers.states_in_files import is_each
+from deepspeed.zero.states.states_in_files import is_each
 
 
 def refuse_group(param_group):

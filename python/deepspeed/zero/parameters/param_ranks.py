@@ -10,7 +10,7 @@ from deepspeed.utils.param_access import shape_of
 
 
 class ParamRanks:
-    """Which ranks train a parameter: its attribute ``ds_ranks``, set on every rank before ``deepspeed.initialize``.
+    """The ranks that train a parameter: its attribute ``ds_ranks``, set on every rank before ``deepspeed.initialize``.
 
     ``rule`` is the name of a rule of the core (csrc/zero/spaces/rules/), ``groups`` maps the names that the rule asks
     for to ranks of the job: lists of them, or groups of torch's, over which the core opens communicators of its own.

@@ -18,9 +18,9 @@ from deepspeed.comm import held, mesh_views
 from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.core import writing
-from deepspeed.zero.gathers.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.nested import tensors_in
 from deepspeed.zero.parameters.own_slice import OwnSlice
+from deepspeed.zero.parameters.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.parameters.released_data import (
     EMPTY_WHILE_BUILDING,
     as_released,

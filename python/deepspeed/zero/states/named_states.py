@@ -7,9 +7,9 @@ import torch
 
 from deepspeed.utils.forwarding import answers_from
 from deepspeed.utils.param_access import shape_of
-from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.parameters.param_ranks import lies_in_rows, numel_of, ranks_of, saved_part
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.states.states_in_files import split_states
 
 OWN_PARAMS = "own_params"  # key of an optimizer's saved state: parameters that only some ranks train
 

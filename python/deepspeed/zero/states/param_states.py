@@ -12,8 +12,8 @@ import torch
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.engine_links import EngineLink
-from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.parameters import pickled_params  # noqa: F401  (registers how parameters are pickled)
+from deepspeed.zero.states.states_in_files import split_states
 
 
 class ParamStates:

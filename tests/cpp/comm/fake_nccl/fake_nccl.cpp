@@ -59,7 +59,7 @@ int refused(int result, const std::string& why) {
   return result;
 }
 
-// Of the calling thread, or -1.
+// The device of the calling thread, or -1.
 int device_here(bool make) {
   const int pid = getpid(), number = local().device.current ? local().device.current() : this_thread();
   auto& devices = job().devices;
@@ -122,7 +122,7 @@ int perform(const std::vector<Queued>& calls) {
   for (const Queued& queued : calls)
     if (queued.comm->device != operation->device || queued.stream != calls[0].stream)
       return refused(kInvalidUsage, "this library takes groups of one device and one stream");
-  if (calls.size() > kCalls) return refused(kInvalidUsage, "this library takes no group of so many calls");
+  if (calls.size() > kCalls) return refused(kInvalidUsage, "this library does not take a group of that many calls");
   Device& device = job().devices[operation->device];
   const auto room = [&] {
     return std::count_if(device.calls, device.calls + kCalls, [](const Call& call) { return call.state == kFree; });

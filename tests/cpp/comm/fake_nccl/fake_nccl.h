@@ -21,7 +21,7 @@ struct DeviceCalls {
   void (*queue)(void* stream, const Range* ranges, size_t count, void (*run)(void*), void* operation, int64_t number);
   void* (*reach)(void* memory);  // the address of memory of the device that its operations use
   void* (*stream)(void* given);  // the same for the same stream of the device, also where null names one
-  // The numbers of operations, at most so many, that have not ended and come before what is queued on the stream now,
+  // The numbers of operations, at most `most`, that have not ended and come before what is queued on the stream now,
   // also because it waits for other streams. Gives how many.
   size_t (*before)(void* stream, int64_t* numbers, size_t most);
 };
@@ -45,7 +45,7 @@ int64_t fake_nccl_record(void* stream);
 int fake_nccl_ended(void* stream, int64_t number);  // 1 or 0, at once
 int fake_nccl_wait(void* stream, int64_t number);
 
-// Of "alive", "memory" (both now); "created", "finalized", "destroyed", "aborted", "groups", "registrations",
+// The count of "alive", "memory" (both now); "created", "finalized", "destroyed", "aborted", "groups", "registrations",
 // "deregistrations", "registrations lost", and names of functions (so far); "most running": on one device at once.
 int64_t fake_nccl_count(const char* what);
 void fake_nccl_fail(const char* function, int result);  // the next call of it

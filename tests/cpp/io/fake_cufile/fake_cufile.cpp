@@ -1,4 +1,4 @@
-// The library that tests of csrc/io/cufile.h open instead of cuFile: its functions over pread and pwrite, on host
+// The library that tests of csrc/io/async/cufile.h open instead of cuFile: its functions over pread and pwrite, on host
 // memory. Transfers are at most 1 MiB, as cuFile's may be short, too. Built three times: the whole, one whose driver
 // does not open, one that lacks a function.
 #include <fcntl.h>

@@ -1,5 +1,5 @@
-// What csrc/kernels/cuda needs of CUDA, for the host's compiler. What is not here does not compile: a kernel that needs
-// more extends this file, and says there what the CPU must do to show a fault.
+// The part of CUDA that csrc/kernels/cuda needs, for the host's compiler. Other parts do not compile: a kernel that
+// needs more extends this file, and says there what the CPU must do to show a fault.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -41,7 +41,7 @@ enum cudaError_t {  // the numbers of CUDA
 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
 
-// Of the calling thread: whether a launch failed since it asked last; its report is the text of cudaErrorLaunchFailure.
+// Whether a launch of the calling thread failed since it asked last; its report is the text of cudaErrorLaunchFailure.
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDeviceCount(int* count);

@@ -23,7 +23,7 @@ class Fiber {
   ~Fiber() { CUDA_ON_CPU_THREAD_CALL(__tsan_destroy_fiber(tsan_)); }
   Fiber(const Fiber&) = delete;
 
-  // What the next resume() begins.
+  // The function that the next resume() begins.
   void set_entry(void (*entry)(void*), void* argument) { entry_ = entry, argument_ = argument; }
   // On the host's thread: goes on until the entry suspends or returns.
   void resume() {

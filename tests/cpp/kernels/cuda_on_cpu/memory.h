@@ -1,5 +1,5 @@
-// What the machine knows of memory: a block's shared arrays and, where the kernels are compiled with a call before each
-// access (cmake/CudaOnCpu.cmake), which bytes a launch reads and writes.
+// The machine's knowledge of memory: a block's shared arrays and, where the kernels are compiled with a call before
+// each access (cmake/CudaOnCpu.cmake), which bytes a launch reads and writes.
 #pragma once
 #include <sys/mman.h>
 
@@ -43,7 +43,7 @@ class SharedMemory {
   }
 
   bool contains(uintptr_t at) const { return at - reinterpret_cast<uintptr_t>(base_) < kBytes; }
-  // What is wrong with an access; null where all is well.
+  // The error of an access; null where all is well.
   const char* access(uintptr_t at, size_t bytes, bool writes) {
     const size_t begin = at - reinterpret_cast<uintptr_t>(base_);
     for (size_t i = begin; i < begin + bytes && i < kBytes; ++i) {
@@ -175,7 +175,7 @@ class AccessLog {
   bool reads_ = false;
 };
 
-// What is watched on this thread of the host.
+// The launch that is watched on this thread of the host.
 struct Watch {
   SharedMemory* shared;
   AccessLog* log;

@@ -1,4 +1,5 @@
-// What a library of CUDA kernels that runs on the CPU offers beside its tables, for tests and for a stand-in device.
+// The functions that a library of CUDA kernels on the CPU offers beside its tables, for tests and for a stand-in
+// device.
 #pragma once
 #include <cstddef>
 #include <cstdint>

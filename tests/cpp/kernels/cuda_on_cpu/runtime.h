@@ -1,4 +1,5 @@
-// What a CUDA thread may ask of the machine that runs it, and what a launch is. cuda_runtime.h puts CUDA's names on it.
+// The calls that a CUDA thread may make to the machine that runs it, and the launch. cuda_runtime.h puts CUDA's names
+// on it.
 #pragma once
 #include <cstddef>
 #include <cstdint>

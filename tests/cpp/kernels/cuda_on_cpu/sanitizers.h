@@ -23,7 +23,7 @@ constexpr bool kThreadSanitizer = false;
 
 inline void poison(const void* at, size_t size) { CUDA_ON_CPU_ADDRESS_CALL(__asan_poison_memory_region(at, size)); }
 inline void unpoison(const void* at, size_t size) { CUDA_ON_CPU_ADDRESS_CALL(__asan_unpoison_memory_region(at, size)); }
-// What is done before order_before(at) is seen after order_after(at).
+// Writes before order_before(at) are seen after order_after(at).
 inline void order_before(void* at) { CUDA_ON_CPU_THREAD_CALL(__tsan_release(at)); }
 inline void order_after(void* at) { CUDA_ON_CPU_THREAD_CALL(__tsan_acquire(at)); }
 

@@ -57,7 +57,7 @@ void __tsan_read_range(void* at, size_t bytes) { access<false>(at, bytes, __buil
 void __tsan_write_range(void* at, size_t bytes) { access<true>(at, bytes, __builtin_return_address(0)); }
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_init() {}
-// Of the host: a static object asks whether it has been made.
+// Memory of the host: a static object asks whether it has been made.
 unsigned char __tsan_atomic8_load(const volatile unsigned char* at, int order) { return __atomic_load_n(at, order); }
 }
 #endif

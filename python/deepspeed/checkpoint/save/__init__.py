@@ -1,0 +1,1 @@
+"""Saving a run: which rank writes what, and snapshots in the memory of hosts."""

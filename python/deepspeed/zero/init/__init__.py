@@ -1,0 +1,1 @@
+"""``zero.Init``: parameters that are sharded while a model is built."""
