@@ -1,6 +1,7 @@
 // Functions of tensors of several ranks, with gradients: gather, scatter, reduce and the exchange of rows. All ranks
 // call them in the same order, and their backward passes come in the same order, too. Each function has another one as
 // its gradient, so gradients have gradients: gather and scatter, reduce and share, and an exchange and its way back.
+// On one rank the first four give what they get.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -23,8 +24,8 @@ at::Tensor reduce(const comm::CommunicatorPtr& ranks, const at::Tensor& tensor);
 // `tensor` itself, which all ranks have alike and use in different ways: its gradient is the sum over the ranks.
 at::Tensor share(const comm::CommunicatorPtr& ranks, const at::Tensor& tensor);
 // given[r] rows (of the first dimension) go to rank r in the order of ranks, taken[r] rows come from it.
-at::Tensor exchange_rows(const comm::CommunicatorPtr& ranks, const at::Tensor& rows, std::vector<int64_t> given,
-                         std::vector<int64_t> taken);
+at::Tensor exchange_rows(const comm::CommunicatorPtr& ranks, const at::Tensor& rows, const std::vector<int64_t>& given,
+                         const std::vector<int64_t>& taken);
 
 // One exchange of rows in two calls, with other work between them. Backward makes the way back in two calls, too: that
 // of wait() starts it, that of start() waits for it.
@@ -43,8 +44,6 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   at::Tensor wait(const at::Tensor& arriving);
 
  private:
-  friend class RowsSent;
-  friend class RowsArrived;
   at::Tensor begin(const at::Tensor& rows, const std::vector<int64_t>& given, const std::vector<int64_t>& taken);
   void finish();
   template <typename Call>

@@ -3,8 +3,6 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
 
 #include <numeric>
 #include <string>
@@ -12,7 +10,7 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
-#include "comm/c10d_compat.h"
+#include "parallel/gradient_node.h"
 
 namespace ds::parallel {
 
@@ -20,7 +18,6 @@ namespace {
 
 using comm::StridedParts;
 using plan::SequenceBox;
-using torch::autograd::variable_list;
 
 constexpr int64_t kHeads = 2;  // the dimension
 
@@ -96,51 +93,6 @@ std::string agreed(const std::vector<at::Tensor>& tensors, const SequenceLayout&
     if (dim != layout.sequence_dim && dim != kHeads) text += std::to_string(tensors[0].size(dim));
   }
   return text + "]";
-}
-
-enum class Direction : uint8_t { kToHeads, kToSequence };
-
-// The gradient of an exchange is the other direction of it.
-class ExchangeBackward : public torch::autograd::Node {
- public:
-  ExchangeBackward(torch::autograd::edge_list&& edges, std::shared_ptr<SequenceExchange> exchange,
-                   SequenceLayoutPtr layout, Direction direction)
-      : Node(std::move(edges)), exchange_(std::move(exchange)), layout_(std::move(layout)), direction_(direction) {}
-
-  std::string name() const override {
-    return direction_ == Direction::kToHeads ? "SequenceToHeadsBackward" : "HeadsToSequenceBackward";
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    for (size_t i = 0; i < grads.size(); ++i)
-      if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();  // all ranks take part, whoever needs it
-    variable_list found = direction_ == Direction::kToHeads ? exchange_->to_sequence(grads, layout_)
-                                                            : exchange_->to_heads(grads, layout_);
-    for (size_t i = 0; i < found.size(); ++i)
-      if (!should_compute_output(i)) found[i] = at::Tensor();
-    return found;
-  }
-
- private:
-  const std::shared_ptr<SequenceExchange> exchange_;
-  const SequenceLayoutPtr layout_;
-  const Direction direction_;
-};
-
-bool wants_grad(const std::vector<at::Tensor>& tensors) {
-  if (!c10::GradMode::is_enabled()) return false;
-  return any_of(tensors, [](const at::Tensor& tensor) { return tensor.requires_grad(); });
-}
-
-// `results` with the node that computes the gradients of `inputs`, where those want some.
-std::vector<at::Tensor> recorded(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results,
-                                 const std::shared_ptr<SequenceExchange>& exchange, const SequenceLayoutPtr& layout,
-                                 Direction direction) {
-  if (!wants_grad(inputs)) return results;
-  const auto node = comm::compat::make_node<ExchangeBackward>(torch::autograd::collect_next_edges(inputs), exchange,
-                                                              layout, direction);
-  for (at::Tensor& result : results) torch::autograd::set_history(result, node);
-  return results;
 }
 
 }  // namespace
@@ -227,14 +179,18 @@ std::vector<at::Tensor> SequenceExchange::to_heads(const std::vector<at::Tensor>
                                                    const SequenceLayoutPtr& layout) {
   Exchanged made = start_to_heads(parts, *layout, false);
   made.work->wait();
-  return recorded(parts, std::move(made.tensors), shared_from_this(), layout, Direction::kToHeads);
+  return with_gradient(
+      "SequenceToHeadsBackward", parts, std::move(made.tensors),
+      [self = shared_from_this(), layout](const Tensors& grads) { return self->to_sequence(grads, layout); });
 }
 
 std::vector<at::Tensor> SequenceExchange::to_sequence(const std::vector<at::Tensor>& wholes,
                                                       const SequenceLayoutPtr& layout) {
   Exchanged made = start_to_sequence(wholes, *layout, false);
   made.work->wait();
-  return recorded(wholes, std::move(made.tensors), shared_from_this(), layout, Direction::kToSequence);
+  return with_gradient(
+      "HeadsToSequenceBackward", wholes, std::move(made.tensors),
+      [self = shared_from_this(), layout](const Tensors& grads) { return self->to_heads(grads, layout); });
 }
 
 }  // namespace ds::parallel

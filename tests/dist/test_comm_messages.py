@@ -28,7 +28,7 @@ def value(rank, count, dtype=torch.float32):
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks(given=["init"])
 def test_messages_go_over_the_native_communicator(rank, world, init):
-    assert group_communicators.of(None, torch.ones(1)) is not None
+    assert group_communicators.of(None, torch.ones(1)).native.size == world
     after, before = (rank + 1) % world, (rank - 1) % world
     for dtype in DTYPES:
         for count in (0, 1, 5, 100_000):
@@ -158,3 +158,19 @@ def end_in_silence(rank, world):
 
 def test_a_rank_that_waits_for_a_message_of_one_that_has_ended():
     refused(RankError, "told", run_ranks, 2, end_in_silence, fresh=True, grace=20)
+
+
+@WAYS
+@on_ranks(2, given=["init"])
+def test_calls_that_torch_serves(rank, world, init):
+    wave = torch.full((3,), complex(1, rank))
+    dist.all_reduce(wave)
+    assert wave.tolist() == [complex(2, 1)] * 3
+    rows = torch.sparse_coo_tensor([[rank]], [2.0], (2,))
+    dist.all_reduce(rows, op=dist.ReduceOp.SUM, group=None, prof=True)
+    assert rows.to_dense().tolist() == [2.0, 2.0]
+    alone = dist.new_group([0])
+    if rank == 1:
+        found = torch.zeros(1)
+        assert dist.recv(found, 0, alone) == -1 and dist.isend(found, 0, alone) is None
+        assert dist.all_reduce(found, group=alone, async_op=True) is None

@@ -21,10 +21,25 @@ using HeadRuns = std::vector<std::vector<plan::HeadRun>>;
 using TensorsOfRanks = std::vector<std::vector<at::Tensor>>;
 using StartedExchange = std::pair<std::vector<at::Tensor>, comm::WorkPtr>;
 
-parallel::SequenceLayoutPtr sequence_layout(std::vector<int64_t> tokens, HeadRuns heads, int64_t sequence_dim,
-                                            bool heads_first) {
-  return std::make_shared<SequenceLayout>(
-      SequenceLayout{plan::SequenceCut(std::move(tokens), std::move(heads)), sequence_dim, heads_first});
+using Tensors = std::vector<at::Tensor>;
+
+// `method` with a layout of what Python passes.
+auto with_layout(Tensors (SequenceExchange::*method)(const Tensors&, const parallel::SequenceLayoutPtr&)) {
+  return [method](SequenceExchange& self, const Tensors& tensors, std::vector<int64_t> tokens, HeadRuns heads,
+                  int64_t sequence_dim, bool heads_first) {
+    return (self.*method)(
+        tensors, std::make_shared<SequenceLayout>(SequenceLayout{plan::SequenceCut(std::move(tokens), std::move(heads)),
+                                                                 sequence_dim, heads_first}));
+  };
+}
+
+auto with_layout(parallel::Exchanged (SequenceExchange::*method)(const Tensors&, const SequenceLayout&, bool)) {
+  return [method](SequenceExchange& self, const Tensors& tensors, std::vector<int64_t> tokens, HeadRuns heads,
+                  int64_t sequence_dim) {
+    parallel::Exchanged made =
+        (self.*method)(tensors, {plan::SequenceCut(std::move(tokens), std::move(heads)), sequence_dim}, true);
+    return StartedExchange(std::move(made.tensors), std::move(made.work));
+  };
 }
 
 comm::StridedParts::Views views_of(const TensorsOfRanks& tensors) {
@@ -44,40 +59,14 @@ DS_BINDINGS(m) {
              return std::make_shared<SequenceExchange>(std::move(communicator));
            }),
            "communicator"_a)
-      .def(
-          "to_heads",
-          [](SequenceExchange& self, const std::vector<at::Tensor>& parts, std::vector<int64_t> tokens, HeadRuns heads,
-             int64_t sequence_dim, bool heads_first) {
-            return self.to_heads(parts,
-                                 sequence_layout(std::move(tokens), std::move(heads), sequence_dim, heads_first));
-          },
-          "parts"_a, "tokens"_a, "heads"_a, "sequence_dim"_a, "heads_first"_a, Unlocked())
-      .def(
-          "to_sequence",
-          [](SequenceExchange& self, const std::vector<at::Tensor>& wholes, std::vector<int64_t> tokens, HeadRuns heads,
-             int64_t sequence_dim, bool heads_first) {
-            return self.to_sequence(wholes,
-                                    sequence_layout(std::move(tokens), std::move(heads), sequence_dim, heads_first));
-          },
-          "wholes"_a, "tokens"_a, "heads"_a, "sequence_dim"_a, "heads_first"_a, Unlocked())
-      .def(
-          "start_to_heads",
-          [](SequenceExchange& self, const std::vector<at::Tensor>& parts, std::vector<int64_t> tokens, HeadRuns heads,
-             int64_t sequence_dim) {
-            const auto layout = sequence_layout(std::move(tokens), std::move(heads), sequence_dim, false);
-            parallel::Exchanged made = self.start_to_heads(parts, *layout, true);
-            return StartedExchange(std::move(made.tensors), std::move(made.work));
-          },
-          "parts"_a, "tokens"_a, "heads"_a, "sequence_dim"_a, Unlocked())
-      .def(
-          "start_to_sequence",
-          [](SequenceExchange& self, const std::vector<at::Tensor>& wholes, std::vector<int64_t> tokens, HeadRuns heads,
-             int64_t sequence_dim) {
-            const auto layout = sequence_layout(std::move(tokens), std::move(heads), sequence_dim, false);
-            parallel::Exchanged made = self.start_to_sequence(wholes, *layout, true);
-            return StartedExchange(std::move(made.tensors), std::move(made.work));
-          },
-          "wholes"_a, "tokens"_a, "heads"_a, "sequence_dim"_a, Unlocked())
+      .def("to_heads", with_layout(&SequenceExchange::to_heads), "parts"_a, "tokens"_a, "heads"_a, "sequence_dim"_a,
+           "heads_first"_a, Unlocked())
+      .def("to_sequence", with_layout(&SequenceExchange::to_sequence), "wholes"_a, "tokens"_a, "heads"_a,
+           "sequence_dim"_a, "heads_first"_a, Unlocked())
+      .def("start_to_heads", with_layout(&SequenceExchange::start_to_heads), "parts"_a, "tokens"_a, "heads"_a,
+           "sequence_dim"_a, Unlocked())
+      .def("start_to_sequence", with_layout(&SequenceExchange::start_to_sequence), "wholes"_a, "tokens"_a, "heads"_a,
+           "sequence_dim"_a, Unlocked())
       // give, take: lists of tensors for each rank.
       .def(
           "start_views",

@@ -131,16 +131,13 @@ class C10dBackend : public compat::BackendBase {
   }
 
   WorkHandle send(Tensors& tensors, int to, int tag) override {
-    if (!carries(tensors)) return other().send(tensors, to, tag);
-    return message(call(Verb::kSend, {only(tensors)}, {}, to), tag);
+    return carries(tensors) ? message(call(Verb::kSend, {only(tensors)}, {}, to), tag) : other().send(tensors, to, tag);
   }
   WorkHandle recv(Tensors& tensors, int from, int tag) override {
-    if (!carries(tensors)) return other().recv(tensors, from, tag);
-    return message(call(Verb::kRecv, {}, {only(tensors)}, from), tag);
+    return carries(tensors) ? received(tensors, from, tag) : other().recv(tensors, from, tag);
   }
   WorkHandle recvAnysource(Tensors& tensors, int tag) override {
-    if (!carries(tensors)) return other().recvAnysource(tensors, tag);
-    return message(call(Verb::kRecv, {}, {only(tensors)}, kAnyRank), tag);
+    return carries(tensors) ? received(tensors, kAnyRank, tag) : other().recvAnysource(tensors, tag);
   }
   const CommunicatorPtr& communicator() const { return communicator_; }
 
@@ -235,6 +232,10 @@ class C10dBackend : public compat::BackendBase {
     call.message_tag = tag;
     call.detached = true;
     return calls_->run(std::move(call));
+  }
+
+  WorkHandle received(const Tensors& tensors, int from, int tag) {
+    return message(call(Verb::kRecv, {}, {only(tensors)}, from), tag);
   }
 
   template <typename Options>

@@ -34,11 +34,8 @@ std::optional<c10::Device> stream_device(const Tensors& results) {
 // means that the work is on a stream; an event orders every stream that waits behind it.
 class PendingCall {
  public:
-  PendingCall(WorkPtr work, Tensors results, std::shared_ptr<int> sender)
-      : work_(std::move(work)),
-        device_(stream_device(results)),
-        results_(std::move(results)),
-        sender_(std::move(sender)) {}
+  PendingCall(WorkPtr work, Tensors results)
+      : work_(std::move(work)), device_(stream_device(results)), results_(std::move(results)) {}
 
   bool completed() {
     {
@@ -89,7 +86,6 @@ class PendingCall {
     return error_;
   }
   const Tensors& results() const { return results_; }
-  const int* sender() const { return sender_.get(); }  // of a receive; null: another call
 
   // And whether somebody has to wait for the call now.
   std::pair<c10::intrusive_ptr<Future>, bool> future() {
@@ -156,13 +152,14 @@ class PendingCall {
   const std::optional<c10::Device> device_;
   std::optional<c10::Event> finished_;  // written before done_
   const Tensors results_;
-  const std::shared_ptr<int> sender_;
 };
 
 class ScriptWork : public c10d::Work {
  public:
-  ScriptWork(c10d::OpType type, std::shared_ptr<PendingCall> call, std::shared_ptr<FutureThread> futures)
-      : c10d::Work(-1, type), call_(std::move(call)), futures_(std::move(futures)) {}
+  // `sender`: of a receive; null: another call.
+  ScriptWork(c10d::OpType type, std::shared_ptr<PendingCall> call, std::shared_ptr<FutureThread> futures,
+             std::shared_ptr<int> sender)
+      : c10d::Work(-1, type), call_(std::move(call)), futures_(std::move(futures)), sender_(std::move(sender)) {}
 
   bool isCompleted() override {  // torch calls it with the interpreter's lock
     bool completed = false;
@@ -176,7 +173,7 @@ class ScriptWork : public c10d::Work {
     return true;
   }
   void synchronize() override {}
-  int sourceRank() const override { return call_->sender() ? *call_->sender() : c10d::Work::sourceRank(); }
+  int sourceRank() const override { return sender_ ? *sender_ : c10d::Work::sourceRank(); }
   Tensors result() override { return call_->results(); }
   c10::intrusive_ptr<Future> getFuture() override {
     const auto [future, waited_for] = call_->future();
@@ -187,6 +184,7 @@ class ScriptWork : public c10d::Work {
  private:
   const std::shared_ptr<PendingCall> call_;
   const std::shared_ptr<FutureThread> futures_;
+  const std::shared_ptr<int> sender_;
 };
 
 c10d::OpType op_type(const ListCall& call) {
@@ -254,7 +252,7 @@ c10::intrusive_ptr<c10d::Work> ScriptCalls::run(ListCall call) {
 c10::intrusive_ptr<c10d::Work> ScriptCalls::handle(std::vector<ListCall> calls) {
   const bool detached = !calls.empty() && calls[0].detached;
   const c10d::OpType type = calls.empty() ? c10d::OpType::UNKNOWN : op_type(calls[0]);
-  const std::shared_ptr<int> sender = calls.empty() ? nullptr : calls[0].sender;
+  std::shared_ptr<int> sender = calls.empty() ? nullptr : calls[0].sender;
   Tensors results;
   std::vector<WorkPtr> works;
   {
@@ -265,9 +263,9 @@ c10::intrusive_ptr<c10d::Work> ScriptCalls::handle(std::vector<ListCall> calls) 
     }
   }
   WorkPtr work = works.size() == 1 ? works[0] : std::make_shared<JoinedWork>(std::move(works));
-  auto pending = std::make_shared<PendingCall>(std::move(work), std::move(results), sender);
+  auto pending = std::make_shared<PendingCall>(std::move(work), std::move(results));
   if (!detached) pending->wait(milliseconds(0));
-  return c10::make_intrusive<ScriptWork>(type, std::move(pending), futures_);
+  return c10::make_intrusive<ScriptWork>(type, std::move(pending), futures_, std::move(sender));
 }
 
 }  // namespace ds::comm

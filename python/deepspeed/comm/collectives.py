@@ -2,7 +2,8 @@
 them; torch itself does where there is none.
 
 A row of the table ``VERBS`` is a function under ``verb``: its name, its arguments, and the arguments behind them that
-describe a call for the log of operations and do not change it.
+describe a call for the log of operations and do not change it. Where torch serves a call, torch's function of that name
+gets its arguments.
 
 ``group`` None is all ranks; ``op`` is a ``ReduceOp`` of ours or of torch. With ``async_op`` a handle is returned
 whose ``wait()`` must be called before the result is read; without, the result is there on return.
@@ -11,12 +12,14 @@ whose ``wait()`` must be called before the result is read; without, the result i
 import functools
 import inspect
 
+import torch
 import torch.distributed as dist
 
 from deepspeed.comm.caller import get_caller_func
-from deepspeed.comm.group_communicators import ANY_RANK, of, rank_in
+from deepspeed.comm.group_communicators import ANY_RANK, ServedByTorch, of, rank_in
 from deepspeed.comm.reduce_op import ReduceOp, core_name, to_torch
 from deepspeed.comm.timed import call_log, logged
+from deepspeed.comm.utils import argument_names
 
 LOGGED = ("prof", "log_name", "debug")  # arguments that describe a call for the log of operations
 VERBS = {}  # name -> the function without those arguments, which are not recorded
@@ -35,17 +38,37 @@ def verb(*described, log_name=None):
         count = len(signature.parameters)
 
         @functools.wraps(function)
-        def call(*args, **kwargs):
-            if not call_log.records and len(args) <= count and not (kwargs and kwargs.keys() & defaults):
+        def plain(*args, **kwargs):
+            try:
                 return function(*args, **kwargs)
-            own = {name: value for name, value in kwargs.items() if name not in described}
-            return logged(call, args, kwargs, functools.partial(function, *args[:count], **own))
+            except ServedByTorch:
+                pass
+            return _by_torch(function, args, kwargs)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if call_log.records or len(args) > count or (kwargs and kwargs.keys() & defaults):
+                own = {name: value for name, value in kwargs.items() if name not in described}
+                return logged(call, args, kwargs, functools.partial(plain, *args[:count], **own))
+            try:
+                return function(*args, **kwargs)
+            except ServedByTorch:
+                pass
+            return _by_torch(function, args, kwargs)
 
         call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])
-        VERBS[function.__name__] = function
+        VERBS[function.__name__] = plain
         return call
 
     return row
+
+
+def _by_torch(function, args, kwargs):
+    """What torch's function of that name returns; it takes the same arguments in the same order."""
+    given = argument_names(function, args, kwargs)
+    if "op" in given:
+        given["op"] = to_torch(given["op"], next(one for one in given.values() if torch.is_tensor(one)).dtype)
+    return getattr(dist, function.__name__)(*given.values())
 
 
 class _Joined:
@@ -74,9 +97,7 @@ def _all_of(works, async_op):
 @verb(*LOGGED)
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Every rank's ``tensor`` becomes the reduction over the ranks."""
-    if ours := of(group, tensor, op):
-        return ours.run("all_reduce", [], [tensor], async_op, core_name(op))
-    return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
+    return of(group, tensor, op).run("all_reduce", [], [tensor], async_op, core_name(op))
 
 
 @verb(*LOGGED, log_name="all_reduce")
@@ -94,26 +115,19 @@ def all_reduce_coalesced(tensors, op=ReduceOp.SUM, group=None, async_op=False):
 @verb(*LOGGED)
 def reduce(tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
     """Rank ``dst``'s ``tensor`` becomes the reduction over the ranks."""
-    if ours := of(group, tensor, op):
-        return ours.run("reduce", [], [tensor], async_op, core_name(op), rank_in(group, dst))
-    return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
+    return of(group, tensor, op).run("reduce", [], [tensor], async_op, core_name(op), rank_in(group, dst))
 
 
 @verb(*LOGGED)
 def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
     """``output`` of rank r becomes the reduction of the ranks' ``input_list[r]``."""
-    if ours := of(group, output, op, input_list):
-        return ours.run("reduce_scatter", input_list, [output], async_op, core_name(op))
-    return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
+    return of(group, output, op, input_list).run("reduce_scatter", input_list, [output], async_op, core_name(op))
 
 
 @verb(*LOGGED)
 def reduce_scatter_tensor(output_tensor, tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """``output_tensor`` of rank r becomes part r of the reduction of the ranks' ``tensor``."""
-    if ours := of(group, output_tensor, op):
-        return ours.run("reduce_scatter", [tensor], [output_tensor], async_op, core_name(op))
-    function = getattr(dist, "reduce_scatter_tensor", None) or dist._reduce_scatter_base
-    return function(output_tensor, tensor, to_torch(op, output_tensor.dtype), group=group, async_op=async_op)
+    return of(group, output_tensor, op).run("reduce_scatter", [tensor], [output_tensor], async_op, core_name(op))
 
 
 @verb("prof", "debug")
@@ -126,9 +140,7 @@ def reduce_scatter_fn(output_tensor, tensor, op=ReduceOp.SUM, group=None, async_
 @verb(*LOGGED)
 def broadcast(tensor, src, group=None, async_op=False):
     """Every rank's ``tensor`` becomes that of the global rank ``src``."""
-    if ours := of(group, tensor):
-        return ours.run("broadcast", [], [tensor], async_op, peer=rank_in(group, src))
-    return dist.broadcast(tensor, src, group=group, async_op=async_op)
+    return of(group, tensor).run("broadcast", [], [tensor], async_op, peer=rank_in(group, src))
 
 
 @verb()
@@ -140,18 +152,13 @@ def broadcast_object_list(object_list, src, group=None, device=None):
 @verb(*LOGGED)
 def all_gather(tensor_list, tensor, group=None, async_op=False):
     """``tensor_list[r]`` becomes rank r's ``tensor``."""
-    if ours := of(group, tensor, parts=tensor_list):
-        return ours.run("all_gather", [tensor], tensor_list, async_op)
-    return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    return of(group, tensor, parts=tensor_list).run("all_gather", [tensor], tensor_list, async_op)
 
 
 @verb(*LOGGED)
 def all_gather_into_tensor(output_tensor, tensor, group=None, async_op=False):
     """``output_tensor`` gets the ranks' tensors one after the other."""
-    if ours := of(group, output_tensor):
-        return ours.run("all_gather", [tensor], [output_tensor], async_op)
-    function = getattr(dist, "all_gather_into_tensor", None) or dist._all_gather_base
-    return function(output_tensor, tensor, group=group, async_op=async_op)
+    return of(group, output_tensor).run("all_gather", [tensor], [output_tensor], async_op)
 
 
 @verb("debug")
@@ -181,72 +188,59 @@ def all_gather_object(object_list, obj, group=None):
 @verb(*LOGGED)
 def all_to_all_single(output, tensor, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
     """Part r of ``output`` becomes this rank's part of rank r's ``tensor``; parts are equal or as the sizes say."""
-    if ours := of(group, output):
-        splits = (list(input_split_sizes or ()), list(output_split_sizes or ()))
-        return ours.run("all_to_all", [tensor], [output], async_op, splits=splits)
-    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+    splits = (list(input_split_sizes or ()), list(output_split_sizes or ()))
+    return of(group, output).run("all_to_all", [tensor], [output], async_op, splits=splits)
 
 
 @verb()
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
     """``output_tensor_list[r]`` becomes what rank r holds for this rank."""
-    if ours := of(group, output_tensor_list[0]):
-        return ours.run("all_to_all", input_tensor_list, output_tensor_list, async_op)
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+    return of(group, output_tensor_list[0]).run("all_to_all", input_tensor_list, output_tensor_list, async_op)
 
 
 @verb(*LOGGED)
 def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     """Rank ``dst``'s ``gather_list[r]`` becomes rank r's ``tensor``."""
-    if ours := of(group, tensor):
-        return ours.run("gather", [tensor], gather_list or [], async_op, peer=rank_in(group, dst))
-    return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
+    return of(group, tensor).run("gather", [tensor], gather_list or [], async_op, peer=rank_in(group, dst))
 
 
 @verb(*LOGGED)
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
     """Rank r's ``tensor`` becomes rank ``src``'s ``scatter_list[r]``."""
-    if ours := of(group, tensor):
-        return ours.run("scatter", scatter_list or [], [tensor], async_op, peer=rank_in(group, src))
-    return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
+    return of(group, tensor).run("scatter", scatter_list or [], [tensor], async_op, peer=rank_in(group, src))
 
 
 # ---- point to point -----------------------------------------------------------------------------------------------
 @verb(*LOGGED)
 def send(tensor, dst, group=None, tag=0):
     """Sends to the global rank ``dst`` and waits until the tensor may be changed."""
-    if ours := of(group, tensor):
-        return ours.run("send", [tensor], [], peer=rank_in(group, dst), tag=tag)
-    return dist.send(tensor, dst, group=group, tag=tag)
+    return of(group, tensor).run("send", [tensor], [], peer=rank_in(group, dst), tag=tag)
 
 
 @verb(*LOGGED)
 def recv(tensor, src=None, group=None, tag=0):
     """Receives from the global rank ``src``, or from anyone; returns the sender."""
-    if of(group, tensor) is None:
-        return dist.recv(tensor, src, group=group, tag=tag)
+    of(group, tensor)  # raises where torch receives
     work = irecv(tensor, src, group, tag)
     work.wait()
-    if src is not None:
-        return src
-    sender = work._source_rank()
-    return sender if group in (None, dist.group.WORLD) else dist.get_global_rank(group, sender)
+    if src is None:
+        sender = work._source_rank()
+        src = sender if group in (None, dist.group.WORLD) else dist.get_global_rank(group, sender)
+    return src
 
 
 @verb(*LOGGED)
 def isend(tensor, dst, group=None, tag=0):
     """Starts to send; returns a handle."""
-    if ours := of(group, tensor):
-        return ours.run("send", [tensor], [], True, peer=rank_in(group, dst), tag=tag)
-    return dist.isend(tensor, dst, group=group, tag=tag)
+    return of(group, tensor).run("send", [tensor], [], True, peer=rank_in(group, dst), tag=tag)
 
 
 @verb(*LOGGED)
 def irecv(tensor, src=None, group=None, tag=0):
     """Starts to receive; returns a handle."""
-    if ours := of(group, tensor):
-        return ours.run("recv", [], [tensor], True, peer=ANY_RANK if src is None else rank_in(group, src), tag=tag)
-    return dist.irecv(tensor, src, group=group, tag=tag)
+    return of(group, tensor).run(
+        "recv", [], [tensor], True, peer=ANY_RANK if src is None else rank_in(group, src), tag=tag
+    )
 
 
 class P2POp:
@@ -261,14 +255,8 @@ class P2POp:
         name = getattr(op, "__name__", "")
         if name not in ("isend", "irecv"):
             raise ValueError(f"op is {op!r}; a P2POp takes deepspeed.comm.isend or deepspeed.comm.irecv")
-        self.op, self.sends, self.tensor, self.peer, self.group, self.tag = (
-            op,
-            name == "isend",
-            tensor,
-            peer,
-            group,
-            tag,
-        )
+        self.op, self.sends, self.tensor = op, name == "isend", tensor
+        self.peer, self.group, self.tag = peer, group, tag
 
 
 def batch_isend_irecv(p2p_op_list):
@@ -287,9 +275,7 @@ def batch_isend_irecv(p2p_op_list):
 @verb(*LOGGED)
 def barrier(group=None, async_op=False, device_ids=None):
     """Returns when every rank of the group has called it."""
-    if ours := of(group, None):
-        return ours.run("barrier", [], [], async_op)
-    return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+    return of(group, None).run("barrier", [], [], async_op)
 
 
 @verb(*LOGGED)

@@ -104,26 +104,32 @@ def add_memory(group):
         _make(group, "cpu", shared=os.environ.get("DS_SHM_COLLECTIVES") != "0")
 
 
-def of(group, tensor, op=None, parts=()):
-    """The ``GroupCommunicator`` that runs a collective of ``tensor`` (None: a barrier) in ``group`` (None: all ranks).
+class ServedByTorch(Exception):
+    """No communicator of ours runs the call: torch's own function does."""
 
-    None if torch's own function runs it: for sparse tensors, for reductions of complex tensors and with an ``op`` of
-    torch's that has no name here (premultiplied sums), and for ``parts`` of several sizes on a device.
+
+def of(group, tensor, op=None, parts=()):
+    """The ``GroupCommunicator`` that runs a call with ``tensor`` (None: a barrier) in ``group`` (None: all ranks).
+
+    ``ServedByTorch``: for sparse tensors, for reductions of complex tensors and with an ``op`` of torch's that has no
+    name here (premultiplied sums), for ``parts`` of several sizes on a device, and in groups of other backends.
     """
     device = "cpu"
     if tensor is not None:
         if tensor.layout is not torch.strided:
-            return None
+            raise ServedByTorch
         if op is not None and (core_name(op) is None or tensor.is_complex()):
-            return None
+            raise ServedByTorch
         if not tensor.is_cpu:
             device = tensor.device.type
             if len({part.numel() for part in parts}) > 1:
-                return None
+                raise ServedByTorch
     group = all_ranks() if group is None else group
-    made = _known.get(group) if isinstance(group, dist.ProcessGroup) else {device: None}  # what no member has
-    if made is None or device not in made:
+    made = _known.get(group, ()) if isinstance(group, dist.ProcessGroup) else {device: None}  # what no member has
+    if device not in made:
         made = _make(group, device, shared=False)
+    if made[device] is None:
+        raise ServedByTorch
     return made[device]
 
 
@@ -141,13 +147,13 @@ def native_of(group, tensor):
     """The native communicator that carries tensors like ``tensor`` in ``group``. Where torch's own functions run the
     collectives of scripts, it is made over torch's group, and kept."""
     group = all_ranks() if group is None else group
-    ours = of(group, tensor)
-    if ours is not None:
-        return ours.native
-    made = _known.setdefault(group, {})
-    if _OVER_TORCH not in made:
-        made[_OVER_TORCH] = _native._C.Communicator(group)
-    return made[_OVER_TORCH]
+    try:
+        return of(group, tensor).native
+    except ServedByTorch:
+        made = _known.setdefault(group, {})
+        if _OVER_TORCH not in made:
+            made[_OVER_TORCH] = _native._C.Communicator(group)
+        return made[_OVER_TORCH]
 
 
 def rank_in(group, rank):

@@ -38,12 +38,24 @@ class _AllToAll(torch.autograd.Function):
         return None, _AllToAll.apply(ctx.group, *grad_output)
 
 
-def _row_exchange(dispatcher, rows, given, taken):
-    """An exchange like that of ``rows``: ``given[r]`` rows are sent to rank r, ``taken[r]`` rows are received from it,
-    between the calls of ``start`` and ``wait``. The backward exchanges the gradients in the same two calls."""
-    told = dispatcher.statistics
-    ranks, what = native_of(dispatcher.group, rows), f"MoE layer '{dispatcher.where}'"
-    return _native._C.RowExchange(ranks, given, taken, what, told.see_bytes, told.see_seconds)
+def _there_and_back(dispatcher, parts, beside):
+    """For each of ``parts``, ``(rows, given, taken, run)``: the rows that arrive go through ``run`` and are sent back.
+    ``given[r]`` rows are sent to rank r, ``taken[r]`` rows are received from it. All exchanges are under way before
+    ``beside`` is called and the first of them is waited for; the backward exchanges gradients in the same way."""
+    told, what = dispatcher.statistics, f"MoE layer '{dispatcher.where}'"
+
+    def started(rows, given, taken):
+        ranks = native_of(dispatcher.group, rows)
+        exchange = _native._C.RowExchange(ranks, given, taken, what, told.see_bytes, told.see_seconds)
+        return exchange, exchange.start(rows)
+
+    away = [started(rows, given, taken) for rows, given, taken, _ in parts]
+    beside()
+    home = [
+        started(run(exchange.wait(arriving)), taken, given)
+        for (exchange, arriving), (_, given, taken, run) in zip(away, parts, strict=True)
+    ]
+    return [exchange.wait(arriving) for exchange, arriving in home]
 
 
 def _parts(local_experts, chunks):
@@ -58,7 +70,6 @@ class PaddedTokenDispatcher:
 
     def __init__(self, group, local_experts, statistics, where, chunks):
         self.group, self.where, self.statistics = group, where, statistics
-        self.rank = dist.get_rank(group)
         self.parts = _parts(local_experts, chunks)
 
     def run(self, rows, experts, beside):
@@ -66,19 +77,17 @@ class PaddedTokenDispatcher:
         the same shape. ``beside`` is called during the exchange."""
         ranks, _, capacity, width = rows.shape
         sizes = [b - a for a, b in self.parts]
-        away = []
-        for (first, _), count, part in zip(self.parts, sizes, rows.split(sizes, dim=1), strict=True):
+
+        def part(sent, first, count):
+            def run(arrived):
+                return experts(arrived.view(ranks, count, capacity, width), None, first, count).reshape(-1, width)
+
             each = [count * capacity] * ranks
-            exchange = _row_exchange(self, part, each, each)
-            away.append((exchange.start(part.reshape(-1, width)), exchange, first, count))
-        beside()
-        home = []
-        for arriving, exchange, first, count in away:
-            arrived = exchange.wait(arriving).view(ranks, count, capacity, width)
-            made, each = experts(arrived, None, first, count).reshape(-1, width), [count * capacity] * ranks
-            back = _row_exchange(self, made, each, each)
-            home.append((back.start(made), back, count))
-        return torch.cat([back.wait(made).view(ranks, count, capacity, width) for made, back, count in home], dim=1)
+            return sent.reshape(-1, width), each, each, run
+
+        parts = [part(sent, a, b - a) for sent, (a, b) in zip(rows.split(sizes, dim=1), self.parts, strict=True)]
+        found = _there_and_back(self, parts, beside)
+        return torch.cat([one.view(ranks, n, capacity, width) for one, n in zip(found, sizes, strict=True)], dim=1)
 
 
 class TokenDispatcher:
@@ -92,7 +101,6 @@ class TokenDispatcher:
 
     def __init__(self, kept, local_experts, group, statistics, where="", chunks=1, busiest=1.0):
         self.group, self.where, self.statistics = group, where, statistics
-        self.rank = dist.get_rank(group)
         mine = torch.tensor(kept, dtype=torch.int64)
         theirs = torch.empty_like(mine)
         with named(where):
@@ -117,20 +125,23 @@ class TokenDispatcher:
         """The rows, in that order, through ``experts(rows, counts, first expert)``. ``beside`` is called during the
         exchange."""
         ranks = len(self.mine)
+
+        def part(sent, given, first, end):
+            taken, counts, order = _native._C.plan_arrivals(
+                self.theirs[:, first:end].reshape(-1).tolist(), ranks, end - first
+            )
+            order = order.to(rows.device)
+
+            def run(arrived):
+                ordered, inverse = reorder_rows(arrived, order)
+                return reorder_rows(experts(ordered, counts, first), inverse)[0]
+
+            return sent, given, taken, run
+
         givens = [self.mine[:, a:b].sum(1).tolist() for a, b in self.parts]
-        away = []
-        for (a, b), given, part in zip(self.parts, givens, rows.split([sum(given) for given in givens]), strict=True):
-            taken, counts, order = _native._C.plan_arrivals(self.theirs[:, a:b].reshape(-1).tolist(), ranks, b - a)
-            exchange = _row_exchange(self, part, given, taken)
-            away.append((exchange.start(part), exchange, counts, order.to(rows.device), a, (taken, given)))
-        beside()
-        home = []
-        for arriving, exchange, counts, order, first, home_again in away:
-            ordered, inverse = reorder_rows(exchange.wait(arriving), order)
-            made, _ = reorder_rows(experts(ordered, counts, first), inverse)
-            back = _row_exchange(self, made, *home_again)
-            home.append((back.start(made), back))
-        return torch.cat([back.wait(arriving) for arriving, back in home])
+        sent = rows.split([sum(given) for given in givens])
+        parts = [part(one, given, a, b) for one, given, (a, b) in zip(sent, givens, self.parts, strict=True)]
+        return torch.cat(_there_and_back(self, parts, beside))
 
 
 def exchange_of(layer, plan):
