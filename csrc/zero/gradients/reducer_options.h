@@ -1,4 +1,4 @@
-// How gradients are reduced.
+// Options of the reduction of gradients.
 #pragma once
 #include <c10/core/ScalarType.h>
 #include <c10/util/Optional.h>
