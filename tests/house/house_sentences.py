@@ -16,14 +16,6 @@ DENIAL = re.compile(r"(?<![Tt]here )\b(?:is|are|was|were) no (?!longer\b|more\b|
 LITERAL = re.compile(r'R"(?P<tag>[^(\s]*)\((?P<raw>.*?)\)(?P=tag)"|(?<!\')"(?P<text>(?:\\.|[^"\\\n])*)"', re.S)
 
 
-# Files that others rewrite at the moment, and that follow the rule afterwards.
-UNFINISHED = {
-    "csrc/comm/boards/record.h", "csrc/comm/calls/op.h", "csrc/comm/decorators/quantized.h",
-    "csrc/zero/gradients/backward_session.h", "python/deepspeed/engine/parts/accumulation.py",
-    "tests/cpp/comm/quantized_test.cpp",
-}  # fmt: skip
-
-
 # ---- comments --------------------------------------------------------------------------------------------------------
 
 

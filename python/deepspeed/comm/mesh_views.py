@@ -118,8 +118,8 @@ def expert_communicators(native, name, copies, kinds):
     if found != [list(copies), list(kinds)]:
         raise ValueError(
             f"rank {dist.get_rank()}: expert-data-parallel ranks {list(copies)} and expert-parallel ranks "
-            f"{list(kinds)} do not form a grid over the data-parallel ranks {line}. Use consecutive ranks of {line} for one of "
-            "the two"
+            f"{list(kinds)} do not form a grid over the data-parallel ranks {line}. Use consecutive ranks of {line} "
+            "for one of the two"
         )
     return [native.communicator([f"{name}.{axis}"], Purpose.EXPERTS) for axis in ("edp", "ep")]
 
