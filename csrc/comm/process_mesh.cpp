@@ -42,7 +42,7 @@ CommunicatorPtr Job::open(const SubMesh& members, Purpose purpose) {
   sort(sorted);
   if (sorted.empty() || sorted.front() < 0 || sorted.back() >= world_ ||
       std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
-    fail(ErrorKind::kValue, "the ranks [", text_of(ranks), "] are no group of a job of ", world_,
+    fail(ErrorKind::kValue, "the ranks [", text_of(ranks), "] are not a group of a job of ", world_,
          " ranks: give different ones of 0 to ", world_ - 1);
   if (members.rank < 0 || members.rank >= members.size() || ranks[members.rank] != rank_)
     fail(ErrorKind::kValue, "rank ", rank_, " opens a communicator of the ranks [", text_of(ranks),

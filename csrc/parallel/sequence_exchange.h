@@ -18,8 +18,8 @@ namespace ds::parallel {
 struct SequenceLayout {
   plan::SequenceCut cut;
   int64_t sequence_dim;  // 1: [batch, sequence, heads, ...], 0: [sequence, batch, heads, ...]
-  // How the result of to_heads lies in memory: [batch, heads, sequence, ...], where most attention wants it. Equal on
-  // all ranks, as the rest is.
+  // The result of to_heads lies in memory as [batch, heads, sequence, ...], where most attention wants it. Equal on all
+  // ranks, as the rest is.
   bool heads_first = false;
 };
 using SequenceLayoutPtr = std::shared_ptr<const SequenceLayout>;
@@ -34,9 +34,10 @@ class SequenceExchange : public std::enable_shared_from_this<SequenceExchange> {
  public:
   explicit SequenceExchange(comm::CommunicatorPtr communicator);
 
-  // Of each tensor the whole sequence with this rank's heads; without a gradient. `detached`: the caller goes on.
+  // Gives the whole sequence of each tensor with this rank's heads; without a gradient. `detached`: the caller goes on.
   Exchanged start_to_heads(const std::vector<at::Tensor>& parts, const SequenceLayout& layout, bool detached);
-  // Of each tensor this rank's part of the sequence with all heads; copies of a head are added up in rank order.
+  // Gives, for each tensor, this rank's part of the sequence with all heads; copies of a head are added up in rank
+  // order.
   Exchanged start_to_sequence(const std::vector<at::Tensor>& wholes, const SequenceLayout& layout, bool detached);
   // The same with gradients, complete on return.
   std::vector<at::Tensor> to_heads(const std::vector<at::Tensor>& parts, const SequenceLayoutPtr& layout);

@@ -59,7 +59,7 @@ class TensorStore {
   Block block_for(int64_t bytes);
   Waiting find(int64_t number);
   void make_room(int64_t bytes);
-  void end_copies(int64_t most);  // the oldest of `leaving_`, until they have at most so many bytes
+  void end_copies(int64_t most);  // the oldest of `leaving_`, until they have at most `most` bytes
 
   const Placement placement_;
   const int at_once_;

@@ -20,7 +20,7 @@ namespace {
 
 // 64 bytes of the narrowest type: vector loads and cuBLAS want aligned starts.
 constexpr int64_t kAlignNumel = 64;
-// Of slices: only element-wise kernels read them, and every small parameter pays for the padding.
+// The alignment of slices: only element-wise kernels read them, and every small parameter pays for the padding.
 constexpr int64_t kAlignSliceNumel = 16;
 
 // Numbers that the optimizer keeps in planes, of each element.

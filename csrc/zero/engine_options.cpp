@@ -48,8 +48,8 @@ bool switched_off(const config::Config& config, const char* section, const char*
   return value != found->end() && value->is_boolean() && !value->get<bool>();
 }
 
-// How many ranks share a sequence: their losses are shares of one, or the same one, so a sum over ranks is one over
-// groups of them.
+// Number of ranks that share a sequence. They train on one sample, so with gradient_allreduce_op "sum" the total is
+// divided by it.
 int sequence_ranks(const config::Config& config) {
   const auto ranks = set_key<int>(config, "sequence_parallel_size");
   return ranks ? *ranks : 1;

@@ -35,7 +35,7 @@ def test_one_communicator_for_each_group(rank, world, folder):
     x = torch.full((3,), float(rank))
     comm.all_reduce(x)
     assert x.tolist() == [rank] * 3
-    refused(ValueError, "no member of the group", NcclCommunicator, groups[1 - rank], device="cpu", library=path)
+    refused(ValueError, "not a member of the group", NcclCommunicator, groups[1 - rank], device="cpu", library=path)
     comm.close()
     assert Orders(path).count("destroyed") == 1
 

@@ -99,7 +99,7 @@ def test_experts_are_folds(rank, world):
         assert native.ranks(["experts.edp"]) == copies and native.ranks(["experts.ep"]) == kinds
     refused(
         ValueError,
-        r"which is no grid of the ranks \[0, 1, 2, 3\] with the same dense weights",
+        r"do not form a grid over the data-parallel ranks \[0, 1, 2, 3\]",
         with_experts,
         [rank, 3 - rank] if rank < 2 else [3 - rank, rank],
         pair,

@@ -63,7 +63,7 @@ zero::EngineRanks engine_ranks(Groups groups) {
   return ranks;
 }
 
-// Of each parameter group; none: the optimizer is no rule of ours.
+// The rule of each parameter group; none: the optimizer has no native rule.
 zero::OptimizerRules rules_named(const std::vector<std::optional<std::string>>& names) {
   zero::OptimizerRules rules;
   for (const auto& name : names) rules.push_back(name ? &optim::find_rule(*name) : nullptr);

@@ -20,15 +20,15 @@ struct Record {
   int32_t own = 0;      // 1: numel may differ between the ranks
   int64_t numel = 0;    // elements of the tensor that this rank gives
   uint64_t counts = 0;  // of the counts that are the same on all ranks; 0: there are none
-  // Of kAllToAll: checksums of how much this rank gives to each rank, and takes from each. Over all ranks they add up
-  // to the same, unless some rank gives another what that one does not take.
+  // For kAllToAll: checksums of the counts that this rank gives to each rank, and takes from each. Over all ranks they
+  // add up to the same, unless some rank gives another what that one does not take.
   uint64_t given = 0, taken = 0;
   int64_t longest = 0;  // not compared: whatever the operation wants all ranks to know
   int64_t at_us = 0;    // not compared: when the rank came, by now_us()
 };
 
 Record record(const char* what, int64_t numel = 0, int32_t type = -1, const std::string& tag = {});
-// Of a message, the root is the other rank. `rank`, `size`: of the group.
+// The root of a message is the other rank. `rank`, `size`: of the group.
 Record record_of(const Op& op, int rank, int size);
 // Fills `given` and `taken`. Counts by rank.
 void add_parts(Record& record, int rank, const std::vector<int64_t>& give, const std::vector<int64_t>& take);

@@ -28,7 +28,7 @@ void check_contiguous(const char* verb, const at::Tensor& tensor) {
        tensor.sizes(), ": pass tensor.contiguous() and copy the result back.");
 }
 
-// Of two tensors of one call.
+// Checks two tensors of one call.
 void check_alike(Verb verb, const at::Tensor& in, const at::Tensor& out, bool may_widen) {
   if (in.device() != out.device())
     fail(ErrorKind::kValue, verb_name(verb), ": the input is on ", in.device(), ", the output on ", out.device(),

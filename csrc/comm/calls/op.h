@@ -65,7 +65,7 @@ struct ChunkScales {
 
 constexpr int kAnyRank = -2;
 
-// When the caller waits for a call.
+// The time at which the caller waits for a call.
 enum class Wait : uint8_t {
   kLater,     // it may do other work first
   kAtOnce,    // nothing is gained by a thread in the background

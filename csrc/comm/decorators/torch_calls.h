@@ -22,7 +22,7 @@ namespace ds::comm {
 class TorchCalls {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  // Of a call that begins on a group: LoggedCall::group and LoggedCall::number.
+  // Names a call that begins on a group: LoggedCall::group and LoggedCall::number.
   using Numbered = std::function<std::pair<std::string, int64_t>(const Group&)>;
   TorchCalls(CallLogPtr log, Numbered numbered);
   ~TorchCalls();

@@ -74,7 +74,7 @@ class HostExchange {
   const std::string tag_;
   Views give_, take_;  // by rank of the group
   const size_t n_;
-  // Of a leader:
+  // State of a leader:
   std::vector<int64_t> counts_;  // for each rank of the host what it gives to all ranks and what it takes from them
   std::vector<int64_t> totals_;
   at::Tensor outgoing_, incoming_;  // host after host

@@ -5,7 +5,8 @@
 
 namespace ds::comm {
 
-// Of a CUDA device a cudaStream_t (ErrorKind::kRuntime where this torch has no CUDA), of another one c10::Stream::id().
+// Returns the cudaStream_t of a CUDA device (ErrorKind::kRuntime where this torch has no CUDA), c10::Stream::id() of
+// another.
 void* native_stream(c10::Stream stream);
 
 }  // namespace ds::comm

@@ -27,7 +27,7 @@ class NoteRing {
   // Whether the receiver has all of note `number` (from 0); waits a moment for it.
   bool done(int64_t number, milliseconds moment) const;
 
-  // Of either: nothing comes or goes any more, and why. All waits return. The first text counts.
+  // Called by either side: nothing comes or goes any more, and why. All waits return. The first text counts.
   void close(const std::string& why);
   std::string closed() const;  // "": it is open
 

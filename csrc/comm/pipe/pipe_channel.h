@@ -82,11 +82,11 @@ struct PipeEdge {
 // On asynchronous devices: the calling thread gets a stream of its own there.
 void use_stream_of_thread(c10::Device device);
 
-// Of every schedule with that placement, in their order.
+// The edges of every schedule with that placement, in their order.
 std::set<PipeEdge> pipe_edges(const plan::PipeShape& shape);
 
-// How a channel gets the communicators of edges, where it needs them: `open` is called by both ranks of an edge, of
-// which `from` is rank 0 there and `to` rank 1.
+// Gives a channel the communicators of edges, where it needs them: `open` is called by both ranks of an edge, of which
+// `from` is rank 0 there and `to` rank 1.
 struct PipeEdges {
   std::set<PipeEdge> all;
   std::function<CommunicatorPtr(const PipeEdge&)> open;

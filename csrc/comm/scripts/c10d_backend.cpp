@@ -141,7 +141,7 @@ class C10dBackend : public compat::BackendBase {
   }
   const CommunicatorPtr& communicator() const { return communicator_; }
 
-  // Of 2.x only: without `override`, so that the same text serves both.
+  // Exists in torch 2.x only: without `override`, so that the same text serves both.
   WorkHandle allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
     check_pairs(Verb::kAllGather, outputs, inputs);
     if (!carries(outputs) || !carries(inputs))
@@ -211,7 +211,7 @@ class C10dBackend : public compat::BackendBase {
     return made;
   }
 
-  // Of calls of several outputs, each with an input of its own.
+  // Checks calls of several outputs, each with an input of its own.
   static void check_pairs(Verb verb, const Tensors& outputs, const Tensors& inputs) {
     if (outputs.size() != inputs.size())
       fail(ErrorKind::kValue, verb_name(verb), ": ", inputs.size(), " inputs for ", outputs.size(), " outputs");

@@ -10,7 +10,7 @@ struct SharedFile {
   int64_t pid = -1, file = -1, nonce = 0;  // file < 0: no file
 };
 
-// Of this process; the caller closes it.
+// Makes a file of this process; the caller closes it.
 SharedFile make_shared_file();
 // A descriptor of the file of another process; -1 where it cannot be opened here, or has another nonce.
 int open_shared_file(const SharedFile& theirs);

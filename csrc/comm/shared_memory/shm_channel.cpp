@@ -52,7 +52,8 @@ struct ShmChannel::Line {
   alignas(64) std::atomic<uint32_t> met;  // barriers that this rank has gone into
   alignas(64) std::atomic<uint32_t> sleepers;
   std::atomic<uint32_t> closed, failed, crowded;
-  // Of rank 0: arrivals at barriers, of all ranks together; barriers at which all have arrived, and ranks that sleep.
+  // Used in rank 0's: arrivals at barriers, of all ranks together; barriers at which all have arrived, and ranks that
+  // sleep.
   alignas(64) std::atomic<uint32_t> arrivals;
   alignas(64) std::atomic<uint32_t> round;
   std::atomic<uint32_t> round_sleepers;

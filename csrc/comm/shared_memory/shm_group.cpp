@@ -14,7 +14,7 @@ namespace {
 
 // Fits into the second cache together with what it is reduced with; larger ones gain nothing.
 constexpr size_t kSlotBytes = 512 * 1024;
-// Of an all-reduce: a slot holds one, and a share of another.
+// Bytes of a block of an all-reduce: a slot holds one, and a share of another.
 constexpr size_t kBlockBytes = kSlotBytes / 2;
 // Below this everybody reduces everything, which saves a barrier.
 constexpr size_t kSmallBytes = 8 * 1024;

@@ -161,7 +161,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
         size_(group_->getSize()),
         gloo_(gloo_by != GlooBy::kNothing &&
               (name_.find("gloo") != std::string::npos || gloo_by == GlooBy::kCollectives)) {}
-  // Of some ranks of the group, which then send to each other directly.
+  // A communicator of some ranks of the group, which then send to each other directly.
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> members)
       : C10dCommunicator(std::move(group), GlooBy::kTransfers) {
     rank_ = static_cast<int>(index_of(members, rank_));
@@ -294,7 +294,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
       case Verb::kAllGather: return op.out_counts.empty();
       case Verb::kReduce:
       case Verb::kAllReduce:
-        // Of bf16 only where it may not take two steps: as fp32 it is twice the bytes.
+        // bf16 only where it may not take two steps: as fp32 it is twice the bytes.
         if (!gloo_carries(type) || (type == at::kBFloat16 && op.wait != Wait::kDetached)) return false;
         if (op.verb == Verb::kReduce && op.wait != Wait::kDetached) return false;
         return arithmetic(op.reduce) || (op.reduce == ReduceOp::kAvg && at::isFloatingType(type));

@@ -27,7 +27,7 @@ class LocalCommunicator : public Communicator {
   int rank() const override { return 0; }
   int size() const override { return 1; }
   std::string name() const override { return "local"; }
-  // Of what has an input and an output compose.cpp makes a copy.
+  // compose.cpp copies the input of a call to its output.
   bool carries(const Op& op) const override { return !op.in.defined() && op.verb != Verb::kRecv; }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return std::make_shared<OwnMemory>(bytes); }
 

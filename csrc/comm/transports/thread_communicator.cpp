@@ -134,7 +134,7 @@ class Meeting {
   static std::string text_of(const at::Tensor& tensor) {
     return std::to_string(tensor.numel()) + " x " + c10::toString(tensor.scalar_type());
   }
-  // Of all ranks. Returns what is wrong with it.
+  // Runs the call of all ranks. Returns the error, or "".
   std::string run() {
     const Verb verb = ops_[0].verb;
     if (verb == Verb::kBarrier) return "";

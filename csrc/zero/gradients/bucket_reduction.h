@@ -1,5 +1,5 @@
-// How the sum of one bucket reaches its owners: slots are scaled, sent, summed over the ranks, and this rank's row of
-// the sum becomes, or is added to, its reduced gradients. See [Note: one reduction] in grad_reducer.h.
+// Brings the sum of one bucket to its owners: slots are scaled, sent, summed over the ranks, and this rank's row of the
+// sum becomes, or is added to, its reduced gradients. See [Note: one reduction] in grad_reducer.h.
 #pragma once
 #include <vector>
 

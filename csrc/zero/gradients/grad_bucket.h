@@ -50,7 +50,7 @@ struct GradBucket : BucketFacts {
 
   bool row_holds = false;  // the row of reduced gradients holds a sum, perhaps of earlier micro-steps alone
 
-  // Of one backward.
+  // State of one backward.
   int32_t pending = -1;   // parameters still expected to fire; -1: unknown, leaves at the end
   int32_t late = 0;       // gradients that came after it had left, over all ranks
   at::Tensor before{};    // kArrived: the row's values of earlier backwards
@@ -63,7 +63,8 @@ struct GradBucket : BucketFacts {
   BucketState state_ = BucketState::kFilling;
 };
 
-// Of all spaces, in the order in which backward completes them: from the module's last parameters to its first.
+// The buckets of all spaces, in the order in which backward completes them: from the module's last parameters to its
+// first.
 std::vector<GradBucket> grad_buckets(const ParamStore& store);
 
 }  // namespace ds::zero

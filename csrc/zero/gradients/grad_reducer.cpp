@@ -291,7 +291,7 @@ void GradReducer::close() {
   phase_ = Phase::kIdle;
   if (failed_ranks_[0] == 0.0f && agreed_) return arrivals_ == Arrivals::kTold ? listener_->ended() : void();
   withdraw();
-  // Of one backward, and everything added to them before: what a kernel has left out cannot be told from the rest.
+  // A kernel failed on some rank. Drop all gradients since the last step, because the valid ones cannot be told apart.
   clear();
 }
 
@@ -302,11 +302,9 @@ void GradReducer::end() {
   const bool agreed = std::exchange(agreed_, true);
   if (failed_ranks_[0] == 0.0f && agreed) return;
   const std::string dropped = " The gradients since the last step are dropped, on every rank.";
-  if (failed_ranks_[0] == 0.0f)
-    agreement_.refuse(store_.everyone(), store_.device(), dropped);
+  if (failed_ranks_[0] == 0.0f) agreement_.refuse(store_.everyone(), store_.device(), dropped);
   const std::array<float, 2> ranks = std::exchange(failed_ranks_, {});
-  fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), ranks.data(), rank_),
-       dropped);
+  fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), ranks.data(), rank_), dropped);
 }
 
 bool GradReducer::abort_together() {

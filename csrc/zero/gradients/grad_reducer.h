@@ -73,7 +73,7 @@ class GradReducer {
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
   void join();                 // the part of a rank without a backward in the reduction of the others'
   void clear();                // forget all gradients; .grad becomes undefined
-  void follow_moves() { views_.follow_moves(); }  // after planes of gradients have moved
+  void follow_moves() { views_.follow_moves(); }            // after planes of gradients have moved
   void set_grad_dtype(c10::optional<at::ScalarType> type);  // see ParamStore; not while active
   bool active() const { return phase_ != Phase::kIdle; }
   bool reducing() const { return phase_ == Phase::kReducing; }
@@ -87,7 +87,7 @@ class GradReducer {
   // This is what this rank has accumulated and nobody has reduced. Not while active.
   void set_local(size_t param, const at::Tensor& grad);
   bool any() const;  // a gradient has arrived since clear(), or the user has set one
-  // Of the last reducing backward.
+  // Counts of the last reducing backward.
   struct Counts {
     int64_t late = 0;        // gradients that came after their bucket had left, over all ranks
     int64_t overlapped = 0;  // buckets that left before backward's end
@@ -96,8 +96,8 @@ class GradReducer {
   Agreement& agreement() { return agreement_; }
   GradUseCounter& grad_uses() { return grad_uses_; }
   const GradUseCounter& grad_uses() const { return grad_uses_; }
-  // Of what arrives before backward's end; null: nobody. Only where this rank's row comes of one collective (no
-  // replicas): others wait for the end.
+  // `listener` hears of gradients that arrive before backward's end; null: nobody. Only where this rank's row comes of
+  // one collective (no replicas): others wait for the end.
   void tell(GradArrivals* listener) { listener_ = listener; }
   ReducerOptions& options() { return options_; }                     // not to be changed while a backward runs
   const WireBuffers& memory() const { return reduction_.memory(); }  // slots, wire and receive buffers

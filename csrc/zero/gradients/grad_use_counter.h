@@ -1,4 +1,4 @@
-// How often each parameter's gradient comes in one backward.
+// Counts the gradients of each parameter in one backward.
 //
 // [Note: last use]
 // A parameter may fire several times in one backward (re-entrant checkpointing of a shared module; [Note: one use] says
@@ -27,7 +27,8 @@ class GradUseCounter {
     return any_of(fires_, [](int32_t n) { return n > 0; });
   }
   int32_t expected(size_t param) const { return expected_[param]; }  // the most in an earlier one
-  // How often it will have fired when its bucket may leave; nothing is known: 1 where buckets are `eager`, else 0.
+  // Number of times that it will have fired when its bucket may leave; nothing is known: 1 where buckets are `eager`,
+  // else 0.
   int32_t wanted(size_t param, bool eager) const {
     if (left_out_[param]) return 0;
     return learned_ ? expected_[param] : eager;

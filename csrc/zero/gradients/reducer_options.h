@@ -1,4 +1,4 @@
-// How gradients are reduced.
+// Options of the reduction of gradients.
 #pragma once
 #include <c10/core/ScalarType.h>
 #include <c10/util/Optional.h>
@@ -8,7 +8,7 @@
 namespace ds::zero {
 
 struct ReducerOptions {
-  int64_t bucket_numel = 500000000;
+  int64_t bucket_numel = INT64_MAX;          // elements that are reduced together, at most
   bool overlap = true;                       // launch buckets while backward runs
   bool scatter = true;                       // sharded: reduce each row to its owner alone; false: all-reduce
   double predivide = 1.0;                    // gradients are multiplied by this before the sum over ranks

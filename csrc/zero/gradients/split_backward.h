@@ -21,7 +21,8 @@ namespace ds::zero {
 
 class SplitBackward {
  public:
-  // Of the graph that `outputs` hang on, with the gradients `grads` of these. `inputs`: leaves that want gradients.
+  // Prepares the graph on which `outputs` hang, with the gradients `grads` of these. `inputs`: leaves that want
+  // gradients.
   SplitBackward(const std::vector<at::Tensor>& outputs, std::vector<at::Tensor> grads,
                 const std::vector<at::Tensor>& inputs);
   ~SplitBackward();

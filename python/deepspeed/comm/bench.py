@@ -47,7 +47,7 @@ OPS = {
     "pt2pt": (lambda value, other, how: _there_and_back(value, other), lambda n, ranks: n),
 }  # fmt: skip
 _OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What the table of bandwidths calls them.
+# Their names in the table of bandwidths.
 _LOG_NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor",
               "all_to_all": "all_to_all_single", "pt2pt": "send"}  # fmt: skip
 
@@ -101,7 +101,7 @@ def main(args=None):
     if options.hostfile:
         start.append(f"--hostfile={options.hostfile}")
     words = add_starts(argparse.ArgumentParser(add_help=False)).parse_known_args(words)[1]
-    # What an outer job has told this process is not for the ranks of this one.
+    # Variables that an outer job has given this process are not for the ranks of this one.
     environment = {name: value for name, value in os.environ.items() if not inside or name not in _OF_THE_JOB}
     return subprocess.call([*start, "deepspeed.comm.bench", *words], env=environment)
 

@@ -8,7 +8,7 @@ class CommsLoggerConfig(CommsConfig):
 
 
 class DeepSpeedCommsConfig:
-    """Of a whole configuration, a dict: whether it has the section, and the section."""
+    """The section of a whole configuration, a dict, and whether it is there."""
 
     def __init__(self, ds_config):
         self.comms_logger_enabled = "comms_logger" in ds_config

@@ -76,8 +76,8 @@ def grid(*axes, world=None):
 
 
 def numbered(made, ranks=(), group=None):
-    """The native mesh in which the grid ``made`` numbers ``ranks`` (none: all of the job), for communicators that go
-    over what torch's ``group`` (None: all ranks) goes over."""
+    """Returns the native mesh of ``ranks`` (none: all of the job) arranged as the grid ``made``. Its communicators use
+    the backend of torch's ``group`` (None: all ranks)."""
     return _native._C.ProcessMesh(made, mesh.job(dist.get_world_group() if group is None else group), list(ranks))
 
 
@@ -88,8 +88,8 @@ MICS = ["dp.mics"], ["dp.replicas"]  # of those that hold the other shards, and 
 
 
 def adopted(group, **others):
-    """The native mesh of torch's ``group`` of the ranks that see different data (None: this one alone). ``others``: by
-    further axes, "dp,sp" among them; those that are None have one rank."""
+    """Builds a native mesh from an mpu's groups: ``group`` is the data-parallel one (None: this rank alone), ``others``
+    maps more axes to groups, "dp,sp" among them. An axis without a group has size 1."""
     alone = [dist.get_rank() if dist.is_initialized() else 0]
     own = {axis: dist.get_all_ranks_from_group(of) for axis, of in others.items() if of is not None}
     own["dp"] = alone if group is None else dist.get_all_ranks_from_group(group)
@@ -105,7 +105,7 @@ def over(native, ranks, purpose):
 
 def expert_communicators(native, name, copies, kinds):
     """Native communicators over the fold ``name`` of the mesh ``native``: of the ranks ``copies`` that train the same
-    experts, and ``kinds`` that have one rank of each kind. ValueError where they are no fold of the data-parallel
+    experts, and ``kinds`` that have one rank of each kind. ValueError where they are not a fold of the data-parallel
     ranks, or of these and the tensor-parallel ones."""
     line = native.ranks(SAME_WEIGHTS)
     axes = SAME_WEIGHTS if len(copies) * len(kinds) <= len(line) else [*SAME_WEIGHTS, "tp"]
@@ -117,9 +117,9 @@ def expert_communicators(native, name, copies, kinds):
         found = [native.ranks([f"{name}.edp"]), native.ranks([f"{name}.ep"])]
     if found != [list(copies), list(kinds)]:
         raise ValueError(
-            f"rank {dist.get_rank()}: the ranks {list(copies)} train the same experts and {list(kinds)} other ones, "
-            f"which is no grid of the ranks {line} with the same dense weights: neighbours among these have other "
-            "experts, or the same ones"
+            f"rank {dist.get_rank()}: expert-data-parallel ranks {list(copies)} and expert-parallel ranks "
+            f"{list(kinds)} do not form a grid over the data-parallel ranks {line}. Use consecutive ranks of {line} "
+            "for one of the two"
         )
     return [native.communicator([f"{name}.{axis}"], Purpose.EXPERTS) for axis in ("edp", "ep")]
 

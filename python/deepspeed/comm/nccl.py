@@ -65,7 +65,7 @@ class NcclCommunicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(
-                "this rank is no member of the group that was given to NcclCommunicator: only members make one."
+                "this rank is not a member of the group that was given to NcclCommunicator: only members make one."
             )
         waits = default_timeout() if timeout is None else timeout
         waits = waits if isinstance(waits, timedelta) else timedelta(seconds=waits)

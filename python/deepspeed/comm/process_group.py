@@ -21,7 +21,7 @@ from deepspeed.comm.utils import get_local_rank_from_launcher
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepspeed.log import log_dist, logger
 
-# How long gloo's threads have at the end to let go of what they hold.
+# The time that gloo's threads have at the end to let go of what they hold.
 _LAST_BREATH_S = 0.1
 # The backend; None before the first use.
 cdb = None
@@ -156,7 +156,8 @@ def _check_backend(backend):
 
 
 def group_refuses(group, device):
-    """Why the collectives of ``group`` cannot move memory of ``device``, or None. gloo's go through the host."""
+    """The reason why the collectives of ``group`` cannot move memory of ``device``, or None. gloo's go through the
+    host."""
     backend = dist.get_backend(group)
     if "gloo" in backend:
         return None

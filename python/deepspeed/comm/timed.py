@@ -88,7 +88,8 @@ def timed_op(func):
 
 
 def logged(func, args, kwargs, call):
-    """What ``call()`` returns, which is timed while the log listens. ``func(*args, **kwargs)`` describes it."""
+    """Returns the result of ``call()``, which is timed while the log listens. ``func(*args, **kwargs)`` describes
+    it."""
     if not call_log.records:
         return call()
     outermost = call_log.enter()

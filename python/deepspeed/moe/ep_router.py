@@ -31,9 +31,9 @@ class TokenChoiceTopKRouter(torch.nn.Module):
     """Each token goes to the ``top_k`` experts with the largest scores.
 
     Args:
-        dim: width of a token. num_experts: how many there are. num_expert_groups, num_limited_groups: experts lie in so
-        many groups of neighbours, and a token chooses among those of so
-            many groups, the ones with the largest group score; None: among all.
+        dim: width of a token. num_experts: how many there are. num_expert_groups, num_limited_groups: experts lie in
+            num_expert_groups groups of neighbours, and a token chooses among those of the num_limited_groups groups
+            with the largest group score; None: among all.
         score_func: scores are the "softmax" or the "sigmoid" of what the gate says, in fp32. route_norm: the scores of
         a token's experts are divided by their sum. route_scale: then they are multiplied by this. gate_bias: whether
         the gate has a bias. group_score_func: a group's score is the "max" of its experts' or the sum of the two

@@ -96,7 +96,7 @@ class TokenDispatcher:
 
     ``kept``: rows of each expert of the group. ``chunks``: the number of parts that a rank's experts are cut into.
     While rows of one part run through their experts, those of the next are exchanged, in backward, too. ``busiest``: in
-    a step that is planned, this rank receives so many times the rows that are kept for it, at most all.
+    a step that is planned, this rank receives this multiple of the rows that are kept for it, at most all.
     """
 
     def __init__(self, kept, local_experts, group, statistics, where="", chunks=1, busiest=1.0):

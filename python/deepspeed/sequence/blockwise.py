@@ -194,9 +194,9 @@ class Rows:
 
 
 def block_gradients(query, key, value, grad, row_sum, lse, rules, causal, position=(0, 0), looks=None):
-    """Of one block: ``(queries', keys', values')`` gradients, fp32 or wider. ``grad``: of the output; ``row_sum``: the
-    sum over features of output times ``grad``; ``lse``: what ``Rows.result`` has returned; ``position``: as in
-    ``Rows.see``."""
+    """Gradients of one block: ``(queries', keys', values')`` gradients, fp32 or wider. ``grad``: of the output;
+    ``row_sum``: the sum over features of output times ``grad``; ``lse``: what ``Rows.result`` has returned;
+    ``position``: as in ``Rows.see``."""
     if _by_kernel(query):
         found = [torch.empty(one.shape, dtype=lse.dtype, device=one.device) for one in (query, key, value)]
         if not query.is_meta:

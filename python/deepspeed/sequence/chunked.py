@@ -32,8 +32,8 @@ def attend_to_chunks(rows, store, index, causal, starts, looks=None):
 
 
 def chunk_gradients(store, index, rules, causal, starts, last=None, looks=None):
-    """Of the queries, keys and values of chunk ``index`` where those of later chunks are done. Not causal: of the
-    queries, and those of all keys up to ``last`` have grown."""
+    """Gradients of the queries, keys and values of chunk ``index``, once those of later chunks are done. Not causal: of
+    the queries; those of all keys up to ``last`` have grown."""
     query, grad = store.take("query", index), store.take("grad", index)
     row_sum, lse = store.take("row sum", index), store.take("lse", index)
     whole = None

@@ -70,7 +70,7 @@ class HeadExchange:
             self.index, self.repeats = self.plan.kv_of_queries(self.rank), 1
 
     def to_heads(self, tensors, heads_first=False):
-        """Of query, key and value, or of the first of them, the whole sequence with this rank's heads."""
+        """Returns the whole sequence of query, key and value, or of the first of them, with this rank's heads."""
         return self._exchanged(tensors, True, heads_first)
 
     def to_sequence(self, tensors):

@@ -6,7 +6,8 @@ from deepspeed.utils.waiting_tensors import Waiting, store_of
 
 
 class FPDT_InputConstruct(torch.nn.Module):
-    """Of a batch (``tokens`` is ``[batch, sequence, ...]``) what rank ``sp_rank`` of ``sp_size`` has, chunk by chunk.
+    """The part of a batch (``tokens`` is ``[batch, sequence, ...]``) that rank ``sp_rank`` of ``sp_size`` has, chunk by
+    chunk.
 
     The sequence is cut into chunks of ``args.ds_sequence_parallel_fpdt_chunk_size`` tokens (the last one may be
     shorter), each chunk into ``sp_size`` equal parts: a rank has its part of every chunk, so that all work on the same

@@ -31,7 +31,7 @@ class HeadPlan:
         ]
 
     def ranges(self):
-        """Of query, key and value."""
+        """Ranges of query, key and value."""
         return [self.query_ranges, self.kv_ranges, self.kv_ranges]
 
     def kv_of_queries(self, rank):

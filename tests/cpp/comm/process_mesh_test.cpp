@@ -186,11 +186,11 @@ TEST(ProcessMesh, ErrorsNameRankAndFix) {
   EXPECT_EQ(error_of([&] {
               mesh.communicator({{1, 4}, 0}, Purpose::kReduce);
             }),
-            "the ranks [1,4] are no group of a job of 4 ranks: give different ones of 0 to 3");
+            "the ranks [1,4] are not a group of a job of 4 ranks: give different ones of 0 to 3");
   EXPECT_EQ(error_of([&] {
               mesh.communicator({{1, 1}, 0}, Purpose::kReduce);
             }),
-            "the ranks [1,1] are no group of a job of 4 ranks: give different ones of 0 to 3");
+            "the ranks [1,1] are not a group of a job of 4 ranks: give different ones of 0 to 3");
   EXPECT_EQ(error_of([&] { ProcessMesh(grid_of(8, 1, 1, 1), job); }),
             "a grid of 8 ranks does not fit a job of 4: make it with the size of the job");
   EXPECT_EQ(error_of([&] {

@@ -30,7 +30,7 @@ void tell(Window& window, int64_t steps, double scale, double weight) {
   window.facts().weight = weight;
 }
 
-// What a script has asked for, as one process without accumulation windows would do it.
+// The requests of a script, as one process without accumulation windows would do it.
 struct Plain {
   int64_t steps = 1;  // of accumulation
   bool managed = true, each = false, in_backward = true, no_sync = false;
