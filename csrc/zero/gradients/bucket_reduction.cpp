@@ -3,8 +3,7 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
-
-#include "zero/gradients/sparse_rows.h"
+#include <utility>
 
 namespace ds::zero {
 
@@ -71,57 +70,20 @@ void BucketReduction::need_slots(GradBucket& bucket) {
 }
 
 void BucketReduction::start(GradBucket& bucket) {
-  if (bucket.by_rows) return;  // complete() sends them
-  const SpaceRanks& among = ranks(bucket);
+  if (bucket.way->at_end()) return;
   at::Tensor sent = bucket.slots;
   if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
     bucket.wire = memory_.borrow(bucket.numel, *options_.comm_dtype);
     device_.copy(bucket.wire, sent, 1.0f);
     sent = bucket.wire;
   }
-  if (bucket.in_place) {  // this rank's row is the bucket; nothing is left for complete() but the result
-    bucket.received = sent;
-    if (among.replicas->size() > 1) bucket.work = among.replicas->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
-    return;
-  }
-  const bool by_host = bucket.eager && !among.shard->reaches(sent.device());
-  if (by_host) {
-    // Neither what is sent nor what arrives is on the device meanwhile: many buckets may be on their way at one time,
-    // because backward may not wait for them at stage 3.
-    sent = bucket.wire = sent.to(at::kCPU);
-    bucket.slots = at::Tensor();
-  }
-  if (!options_.scatter) {
-    bucket.work = among.shard->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
-    return;
-  }
-  const Buffer& grad = space(bucket).grad;
-  const bool direct = grad.dtype == sent.scalar_type() || grad.dtype == at::kFloat;
-  const at::ScalarType type = direct ? grad.dtype : sent.scalar_type();
-  const bool there = direct && !bucket.row_holds && grad.data.defined() && !by_host;
-  const int64_t numel = bucket.plan.shard_end - bucket.plan.shard_begin;
-  bucket.received = there     ? row(bucket)
-                    : by_host ? at::empty({numel}, sent.options().dtype(type))
-                              : memory_.borrow(numel, type);
-  bucket.work = among.shard->reduce_scatter(sent, bucket.received, bucket.name);
+  bucket.way->start(bucket, std::move(sent));
 }
 
-// This rank's row of the sum is in `received` afterwards, and what was sent is free where it lies elsewhere.
 void BucketReduction::collect(GradBucket& bucket) {
   if (bucket.work) bucket.work->wait();
   bucket.work.reset();
-  if (bucket.in_place) {
-    bucket.wire = at::Tensor();
-    return bucket.enter(BucketState::kReceived);
-  }
-  if (!options_.scatter) {
-    const int64_t numel = bucket.plan.shard_end - bucket.plan.shard_begin;
-    const at::Tensor& sum = bucket.wire.defined() ? bucket.wire : bucket.slots;
-    bucket.received = memory_.borrow(numel, sum.scalar_type());
-    bucket.received.copy_(sum.narrow(0, space(bucket).rank() * numel, numel));
-  }
-  bucket.wire = at::Tensor();
-  bucket.slots = at::Tensor();
+  bucket.way->receive(bucket);
   bucket.enter(leave_device(bucket) ? BucketState::kLeaving : BucketState::kReceived);
 }
 
@@ -131,7 +93,7 @@ void BucketReduction::collect(GradBucket& bucket) {
 bool BucketReduction::leave_device(GradBucket& bucket) {
   const Buffer& grad = space(bucket).grad;
   const plan::Range row = space(bucket).row_in(grad, bucket.plan);
-  if (grad.data.defined() || ranks(bucket).replicas->size() > 1 ||
+  if (!bucket.way->gives_row() || grad.data.defined() ||
       store_.storage()->resting(grad.plane, row) == storage::Medium::kDevice)
     return false;
   if (!bucket.row_holds) {
@@ -150,16 +112,12 @@ bool BucketReduction::leave_device(GradBucket& bucket) {
 }
 
 void BucketReduction::complete(GradBucket& bucket, bool any) {
-  const SpaceRanks& among = ranks(bucket);
-  if (bucket.by_rows) {
-    const at::Tensor grad = store_.grad_view(static_cast<size_t>(bucket.params.front()));
-    if (any)
-      reduce_rows(*among.replicas, grad, after(bucket), options_.comm_dtype.value_or(grad.scalar_type()), bucket.name);
+  if (bucket.way->at_end()) {
+    if (any) bucket.way->reduce_at_end(bucket, after(bucket));
   } else {
     if (bucket.state() == BucketState::kLaunched) collect(bucket);
     if (bucket.state() == BucketState::kReceived) {
-      if (!bucket.in_place && among.replicas->size() > 1)
-        among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, bucket.name)->wait();
+      bucket.way->finish(bucket);
       add_to_row(bucket, bucket.received, bucket.row_holds && !bucket.in_place);
       bucket.received = bucket.wire = at::Tensor();
     }
@@ -169,18 +127,11 @@ void BucketReduction::complete(GradBucket& bucket, bool any) {
 }
 
 void BucketReduction::add_late(const GradBucket& bucket, GradSlots& slots, const std::vector<at::Tensor>& late) {
-  const SpaceRanks& among = ranks(bucket);
   const auto options = at::TensorOptions().device(store_.device()).dtype(space(bucket).grad.dtype);
   const at::Tensor round = at::zeros({bucket.numel}, options);
   for (int32_t param : bucket.params)
     if (late[param].defined()) slots.put(param, round, bucket.begin, late[param], 1.0f, false);
-  at::Tensor sum = round;
-  if (!bucket.in_place) {
-    sum = at::empty({bucket.plan.shard_end - bucket.plan.shard_begin}, options);
-    among.shard->reduce_scatter(round, sum, bucket.name)->wait();
-  }
-  if (among.replicas->size() > 1) among.replicas->all_reduce(sum, comm::ReduceOp::kSum, bucket.name)->wait();
-  add_to_row(bucket, sum, true);
+  add_to_row(bucket, bucket.way->sum_now(bucket, round), true);
 }
 
 }  // namespace ds::zero

@@ -7,6 +7,7 @@
 #include "zero/gradients/grad_bucket.h"
 #include "zero/gradients/grad_slots.h"
 #include "zero/gradients/reducer_options.h"
+#include "zero/gradients/ways/reduce_way.h"
 #include "zero/gradients/wire_buffers.h"
 
 namespace ds::zero {
@@ -19,7 +20,11 @@ class BucketReduction {
         device_(device),
         options_(options),
         alone_(store.everyone().alone()),
-        memory_(*store.storage()) {}
+        memory_(*store.storage()),
+        ways_({store, device, options, memory_}) {}
+
+  // Gives the bucket the way in which it is added up over the ranks. Once, before anything else.
+  void choose_way(GradBucket& bucket) { bucket.way = ways_.of(bucket); }
 
   // The factors of gradients before the sum over the ranks, and of the sum after it.
   float before(const GradBucket& bucket) const {
@@ -41,8 +46,8 @@ class BucketReduction {
   at::Tensor copy_of_row(const GradBucket& bucket) const;
   void put_row(const GradBucket& bucket, const at::Tensor& values);
   void need_slots(GradBucket& bucket);  // memory for local gradients, padding zero
-  // The three steps of a reduction, from kLaunched to kReduced. A bucket of touched rows travels in the last one;
-  // `any`: whether a rank has a gradient of such a bucket.
+  // The three steps of a reduction, from kLaunched to kReduced. `any`: whether a rank has a gradient of a bucket that
+  // travels in the last one (ReduceWay::at_end).
   void start(GradBucket& bucket);
   void collect(GradBucket& bucket);  // waits; what was sent is free again where it lies elsewhere
   void complete(GradBucket& bucket, bool any);
@@ -68,6 +73,7 @@ class BucketReduction {
   const ReducerOptions& options_;
   const bool alone_;  // the dense parameters have no other rank
   WireBuffers memory_;
+  ReduceWays ways_;
 };
 
 }  // namespace ds::zero

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +41,8 @@ struct BucketFacts {
   std::vector<std::pair<int64_t, int64_t>> gaps{};  // padding, as [begin, end) within the bucket
 };
 
+class ReduceWay;
+
 struct GradBucket : BucketFacts {
   explicit GradBucket(BucketFacts facts) : BucketFacts(std::move(facts)) {}
 
@@ -48,7 +51,8 @@ struct GradBucket : BucketFacts {
   void enter(BucketState next);
   void zero_gaps() const;  // in `slots`: padding travels, too, and must not be garbage, which could be nan
 
-  bool row_holds = false;  // the row of reduced gradients holds a sum, perhaps of earlier micro-steps alone
+  std::shared_ptr<ReduceWay> way{};  // in which it is added up over the ranks
+  bool row_holds = false;            // the row of reduced gradients holds a sum, perhaps of earlier micro-steps alone
 
   // State of one backward.
   int32_t pending = -1;   // parameters still expected to fire; -1: unknown, leaves at the end

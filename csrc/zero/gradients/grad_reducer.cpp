@@ -29,6 +29,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
       grad_uses_(store.size()),
       nonfinite_(device, store.size(), options.find_nonfinite_grads) {
   options_.overlap = options_.overlap && !store.alone();
+  for (GradBucket& bucket : buckets_) reduction_.choose_way(bucket);
   for (size_t b = 0; b < buckets_.size(); ++b)
     for (int32_t param : buckets_[b].params) bucket_of_[param] = static_cast<int32_t>(b);
   std::vector<int32_t> space_of_bucket;
@@ -177,9 +178,8 @@ void GradReducer::launch_ready() {
 // ---- rows that are complete before the end ------------------------------------------------------------------------
 
 bool GradReducer::arrives(const GradBucket& bucket) const {
-  return arrivals_ != Arrivals::kUnwanted && !bucket.by_rows &&
-         (reduction_.summed(bucket) ||
-          (!bucket.in_place && store_.spaces()[bucket.space].ranks().replicas->size() == 1));
+  return arrivals_ != Arrivals::kUnwanted && !bucket.way->at_end() &&
+         (reduction_.summed(bucket) || bucket.way->gives_row());
 }
 
 void GradReducer::arrive(GradBucket& bucket) {
@@ -317,7 +317,7 @@ bool GradReducer::abort_together() {
   for (; next_bucket_ < buckets_.size(); ++next_bucket_) {
     GradBucket& bucket = buckets_[next_bucket_];
     launch(bucket);
-    if (bucket.state() == BucketState::kLaunched && !bucket.by_rows) reduction_.collect(bucket);
+    if (bucket.state() == BucketState::kLaunched && !bucket.way->at_end()) reduction_.collect(bucket);
   }
   close();
   failed_ranks_ = {};

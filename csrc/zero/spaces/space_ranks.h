@@ -1,6 +1,7 @@
 // The ranks over which the elements of a space are spread.
 #pragma once
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -25,6 +26,8 @@ struct SpaceRanks {
   std::function<comm::CommunicatorPtr()> gathers{};
   // Gradients are multiplied by these before and after the sum, beside what the engine's options say.
   float scale_before = 1.0f, scale_after = 1.0f;
+  // The registered way in which gradients are added up over these ranks (zero/gradients/ways). "": the first that fits.
+  std::string way{};
 
   bool alone() const { return shard->size() == 1 && replicas->size() == 1; }
   // This rank, for messages.
@@ -42,7 +45,7 @@ inline bool operator==(const NormRanks& a, const NormRanks& b) {
 
 // Both reduce over the same ranks.
 inline bool reduce_alike(const SpaceRanks& a, const SpaceRanks& b) {
-  return same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas);
+  return same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas) && a.way == b.way;
 }
 
 inline bool operator==(const SpaceRanks& a, const SpaceRanks& b) {

@@ -1,0 +1,53 @@
+#include "zero/gradients/ways/reduce_way.h"
+
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/ranges.h"
+
+namespace ds::zero {
+
+namespace {
+
+// By order. Filled before main.
+std::vector<ReduceWayRow>& rows() {
+  static std::vector<ReduceWayRow> all;
+  return all;
+}
+
+}  // namespace
+
+ReduceWayRegistration::ReduceWayRegistration(ReduceWayRow row) {
+  rows().push_back(std::move(row));
+  std::stable_sort(rows().begin(), rows().end(),
+                   [](const ReduceWayRow& a, const ReduceWayRow& b) { return a.order < b.order; });
+}
+
+ReduceWayPtr ReduceWays::of(const BucketFacts& bucket) {
+  const std::string& named = parts_.ranks(bucket).way;
+  if (named.empty()) return make(bucket, 0, "");
+  for (size_t row = 0; row < rows().size(); ++row)
+    if (rows()[row].name == named) return make(bucket, row, "as named: ");
+  std::string known;
+  for (const ReduceWayRow& row : rows()) known += (known.empty() ? "" : ", ") + row.name;
+  fail(ErrorKind::kValue, "there is no way '", named, "' to reduce gradients; there are: ", known);
+}
+
+ReduceWayPtr ReduceWays::make(const BucketFacts& bucket, size_t from, std::string names) {
+  size_t row = from;
+  const bool given = !names.empty() && names.back() == ' ';  // the rule has named this one, and it is not asked
+  while (row < rows().size() && !given && !rows()[row].takes(parts_, bucket)) ++row;
+  if (row == rows().size())
+    fail(ErrorKind::kRuntime, "no registered way reduces the gradient bucket from parameter \"", bucket.name, "\"");
+  names += rows()[row].name;
+  // What a way is made of depends on the bucket, so its name does, too.
+  std::string inside;
+  for (size_t next = row + 1; next < rows().size(); ++next)
+    if (rows()[next].takes(parts_, bucket)) inside += "/" + rows()[next].name;
+  ReduceWayPtr& way = made_[names + inside];
+  if (!way) way = rows()[row].make(parts_, [&, row] { return make(bucket, row + 1, names + "/"); });
+  return way;
+}
+
+}  // namespace ds::zero

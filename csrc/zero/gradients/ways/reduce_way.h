@@ -1,0 +1,83 @@
+// The ways in which a bucket of gradients is added up over the ranks of its space.
+//
+// Adding a way is adding a file with a ReduceWayRegistration. A bucket has the first registered way, by `order`, that
+// takes it; a space rule may name another one (SpaceRanks::way). A way may have memory of its own, and may do its part
+// around another way, the next one that takes the bucket.
+//
+// [Note: one reduction in steps]
+// start() sends. receive() is called when the collective has ended, perhaps while the backward still runs: this rank
+// has its row of the sum then, unless finish() adds to it, which is called at the end of the backward, on all ranks in
+// the same order. Nothing that a way does before finish() may change reduced gradients of earlier backwards, since a
+// backward that raises leaves them as they were.
+#pragma once
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "zero/device_context.h"
+#include "zero/gradients/grad_bucket.h"
+#include "zero/gradients/reducer_options.h"
+#include "zero/gradients/wire_buffers.h"
+
+namespace ds::zero {
+
+// The objects that a way works with. They outlive it.
+struct WayParts {
+  ParamStore& store;
+  DeviceContext& device;
+  const ReducerOptions& options;
+  WireBuffers& memory;
+
+  const ParamSpace& space(const BucketFacts& bucket) const { return store.spaces()[bucket.space]; }
+  const SpaceRanks& ranks(const BucketFacts& bucket) const { return space(bucket).ranks(); }
+};
+
+class ReduceWay {
+ public:
+  virtual ~ReduceWay() = default;
+
+  // Starts to send `sent`, the slots of the bucket or their copy (`wire`), and sets `work`. Both may be read until
+  // receive(), which lets go of them where the result lies elsewhere.
+  virtual void start(GradBucket& bucket, at::Tensor sent) = 0;
+  // The work has ended. Sets `received`, this rank's row.
+  virtual void receive(GradBucket& bucket) = 0;
+  virtual void finish(GradBucket& bucket) {}
+  // Whether `received` lies beside the slots, and is the whole sum before finish().
+  virtual bool gives_row() const { return true; }
+  // Whether the bucket travels when the backward has ended on all ranks. Then reduce_at_end() does all of it: the
+  // gradient in the slots becomes the sum times `factor`. It is called where any rank has a gradient of the bucket.
+  virtual bool at_end() const { return false; }
+  virtual void reduce_at_end(GradBucket& bucket, float factor) {}
+  // Returns this rank's row of the sum of `values`, which have the layout of the slots and may be overwritten. Waits.
+  virtual at::Tensor sum_now(const GradBucket& bucket, const at::Tensor& values) = 0;
+};
+using ReduceWayPtr = std::shared_ptr<ReduceWay>;
+
+struct ReduceWayRow {
+  std::string name;
+  int order;  // lower ones are asked first
+  bool (*takes)(const WayParts& parts, const BucketFacts& bucket);
+  // `inner`: makes the next way that takes the bucket.
+  ReduceWayPtr (*make)(const WayParts& parts, const std::function<ReduceWayPtr()>& inner);
+};
+
+struct ReduceWayRegistration {
+  explicit ReduceWayRegistration(ReduceWayRow row);
+};
+
+// Ways of one reducer, each made once.
+class ReduceWays {
+ public:
+  explicit ReduceWays(const WayParts& parts) : parts_(parts) {}
+  // Fails with the names that there are where the rule of the space names an unknown one.
+  ReduceWayPtr of(const BucketFacts& bucket);
+
+ private:
+  ReduceWayPtr make(const BucketFacts& bucket, size_t from, std::string names);
+
+  const WayParts parts_;
+  std::map<std::string, ReduceWayPtr> made_;  // by the names of all that it is made of
+};
+
+}  // namespace ds::zero
