@@ -111,12 +111,14 @@ at::Tensor exchange_rows(const comm::CommunicatorPtr& ranks, const at::Tensor& r
 }
 
 // ---- in two calls ---------------------------------------------------------------------------------------------------
-RowExchange::RowExchange(comm::CommunicatorPtr ranks, Counts given, Counts taken, std::string what, Told told)
+RowExchange::RowExchange(comm::CommunicatorPtr ranks, Counts given, Counts taken, std::string what, Started started,
+                         Waited waited)
     : ranks_(std::move(ranks)),
       given_(std::move(given)),
       taken_(std::move(taken)),
       what_(std::move(what)),
-      told_(std::move(told)) {}
+      started_(std::move(started)),
+      waited_(std::move(waited)) {}
 
 template <typename Call>
 void RowExchange::explained(const Call& call) const {
@@ -136,7 +138,7 @@ at::Tensor RowExchange::begin(const at::Tensor& rows, const Counts& given, const
   op.wait = comm::Wait::kDetached;
   explained([&] { work_ = ranks_->run(op); });
   const int64_t crossing = sum_of(given) - given[static_cast<size_t>(ranks_->rank())];
-  told_.started(crossing * row_numel(held_) * static_cast<int64_t>(held_.element_size()));
+  started_(crossing * row_numel(held_) * static_cast<int64_t>(held_.element_size()));
   return op.out;
 }
 
@@ -145,7 +147,7 @@ void RowExchange::finish() {
   explained([&] { work_->wait(); });
   work_.reset();
   held_ = at::Tensor();
-  told_.waited(std::chrono::duration<double>(Clock::now() - since).count());
+  waited_(std::chrono::duration<double>(Clock::now() - since).count());
 }
 
 at::Tensor RowExchange::start(const at::Tensor& rows) {

@@ -31,14 +31,11 @@ at::Tensor exchange_rows(const comm::CommunicatorPtr& ranks, const at::Tensor& r
 // of wait() starts it, that of start() waits for it.
 class RowExchange : public std::enable_shared_from_this<RowExchange> {
  public:
-  // Somebody who keeps figures: the bytes that cross to other ranks at each start, the seconds of each wait.
-  struct Told {
-    std::function<void(int64_t bytes)> started;
-    std::function<void(double seconds)> waited;
-  };
+  using Started = std::function<void(int64_t bytes)>;  // is told what crosses to other ranks at each start
+  using Waited = std::function<void(double seconds)>;  // is told how long each wait was
   // `what`: in front of the text of an error.
   RowExchange(comm::CommunicatorPtr ranks, std::vector<int64_t> given, std::vector<int64_t> taken, std::string what,
-              Told told);
+              Started started, Waited waited);
 
   at::Tensor start(const at::Tensor& rows);  // to be read when wait() has returned what it then is
   at::Tensor wait(const at::Tensor& arriving);
@@ -52,7 +49,8 @@ class RowExchange : public std::enable_shared_from_this<RowExchange> {
   const comm::CommunicatorPtr ranks_;
   const std::vector<int64_t> given_, taken_;
   const std::string what_;
-  const Told told_;
+  const Started started_;
+  const Waited waited_;
   comm::WorkPtr work_;
   at::Tensor held_;     // the rows that are sent, until then
   at::Tensor on_back_;  // the gradients of the sent rows, which are on their way

@@ -148,20 +148,12 @@ DS_BINDINGS(m) {
       "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a, "touched"_a = nullptr, "peers"_a = py::none());
   // As scripts call torch.distributed, with torch's handles (comm/scripts/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
-      .def(py::init([](comm::CommunicatorPtr communicator) {
-             return std::make_unique<comm::ScriptCalls>(std::move(communicator));
-           }),
-           "communicator"_a)
+      .def(py::init<comm::CommunicatorPtr>(), "communicator"_a)
       .def("call", &call_op, "verb"_a, "given"_a, "taken"_a, "detached"_a = false, "op"_a = "sum", "peer"_a = -1,
            "splits"_a = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), "tag"_a = 0, Unlocked())
       .def_property_readonly_static("ANY_RANK", [](const py::object&) { return comm::kAnyRank; });
   // A backend of torch.distributed (comm/scripts/c10d_backend.h).
-  m.def(
-      "c10d_backend",
-      [](comm::CommunicatorPtr over, comm::BackendPtr other, std::string name) {
-        return comm::c10d_backend(std::move(over), std::move(other), std::move(name));
-      },
-      "communicator"_a, "other"_a.none(true), "name"_a, Unlocked());
+  m.def("c10d_backend", &comm::c10d_backend, "communicator"_a, "other"_a.none(true), "name"_a, Unlocked());
   m.def("communicator_of", &comm::communicator_of, "backend"_a);
 }
 

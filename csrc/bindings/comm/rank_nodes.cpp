@@ -23,11 +23,8 @@ DS_BINDINGS(m) {
   m.def("share_over_ranks", &parallel::share, "ranks"_a, "tensor"_a, Unlocked());
   m.def("exchange_rows", &parallel::exchange_rows, "ranks"_a, "rows"_a, "given"_a, "taken"_a, Unlocked());
   py::class_<RowExchange, std::shared_ptr<RowExchange>>(m, "RowExchange")
-      .def(py::init([](comm::CommunicatorPtr ranks, std::vector<int64_t> given, std::vector<int64_t> taken,
-                       std::string what, std::function<void(int64_t)> started, std::function<void(double)> waited) {
-             return std::make_shared<RowExchange>(std::move(ranks), std::move(given), std::move(taken), std::move(what),
-                                                  RowExchange::Told{std::move(started), std::move(waited)});
-           }),
+      .def(py::init<comm::CommunicatorPtr, std::vector<int64_t>, std::vector<int64_t>, std::string,
+                    RowExchange::Started, RowExchange::Waited>(),
            "ranks"_a, "given"_a, "taken"_a, "what"_a, "started"_a, "waited"_a)
       .def("start", &RowExchange::start, "rows"_a, Unlocked())
       .def("wait", &RowExchange::wait, "arriving"_a, Unlocked());

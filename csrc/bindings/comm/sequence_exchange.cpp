@@ -55,10 +55,7 @@ DS_BINDINGS(m) {
   // tokens: of each rank. heads: of each tensor the run of each rank. The first two have gradients, and are complete on
   // return; the others have none, and a work to wait for.
   py::class_<SequenceExchange, std::shared_ptr<SequenceExchange>>(m, "SequenceExchange")
-      .def(py::init([](comm::CommunicatorPtr communicator) {
-             return std::make_shared<SequenceExchange>(std::move(communicator));
-           }),
-           "communicator"_a)
+      .def(py::init<comm::CommunicatorPtr>(), "communicator"_a)
       .def("to_heads", with_layout(&SequenceExchange::to_heads), "parts"_a, "tokens"_a, "heads"_a, "sequence_dim"_a,
            "heads_first"_a, Unlocked())
       .def("to_sequence", with_layout(&SequenceExchange::to_sequence), "wholes"_a, "tokens"_a, "heads"_a,

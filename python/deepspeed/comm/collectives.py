@@ -50,11 +50,7 @@ def verb(*described, log_name=None):
             if call_log.records or len(args) > count or (kwargs and kwargs.keys() & defaults):
                 own = {name: value for name, value in kwargs.items() if name not in described}
                 return logged(call, args, kwargs, functools.partial(plain, *args[:count], **own))
-            try:
-                return function(*args, **kwargs)
-            except ServedByTorch:
-                pass
-            return _by_torch(function, args, kwargs)
+            return plain(*args, **kwargs)
 
         call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])
         VERBS[function.__name__] = plain
@@ -263,12 +259,13 @@ def batch_isend_irecv(p2p_op_list):
     """Starts all of a list of ``P2POp``; returns their handles. Messages may cross: ranks need no order."""
     if not p2p_op_list or not all(isinstance(one, P2POp) for one in p2p_op_list):
         raise ValueError("batch_isend_irecv takes a list of deepspeed.comm.P2POp that is not empty")
-    if all(one.tensor.device.type == "cpu" for one in p2p_op_list):
-        start = {True: isend, False: irecv}
-        return [start[one.sends](one.tensor, one.peer, one.group, one.tag) for one in p2p_op_list]
-    start = {True: dist.isend, False: dist.irecv}  # a backend of a device launches them together
-    made = [dist.P2POp(start[one.sends], one.tensor, one.peer, one.group, one.tag) for one in p2p_op_list]
-    return dist.batch_isend_irecv(made)
+    if all(one.tensor.is_cpu for one in p2p_op_list):
+        return [(isend if one.sends else irecv)(one.tensor, one.peer, one.group, one.tag) for one in p2p_op_list]
+    made = [
+        dist.P2POp(dist.isend if one.sends else dist.irecv, one.tensor, one.peer, one.group, one.tag)
+        for one in p2p_op_list
+    ]
+    return dist.batch_isend_irecv(made)  # a backend of a device launches them together
 
 
 # ---- meeting points -----------------------------------------------------------------------------------------------

@@ -114,21 +114,17 @@ def of(group, tensor, op=None, parts=()):
     ``ServedByTorch``: for sparse tensors, for reductions of complex tensors and with an ``op`` of torch's that has no
     name here (premultiplied sums), for ``parts`` of several sizes on a device, and in groups of other backends.
     """
-    device = "cpu"
-    if tensor is not None:
-        if tensor.layout is not torch.strided:
-            raise ServedByTorch
-        if op is not None and (core_name(op) is None or tensor.is_complex()):
-            raise ServedByTorch
-        if not tensor.is_cpu:
-            device = tensor.device.type
-            if len({part.numel() for part in parts}) > 1:
-                raise ServedByTorch
+    device = "cpu" if tensor is None or tensor.is_cpu else tensor.device.type
     group = all_ranks() if group is None else group
     made = _known.get(group, ()) if isinstance(group, dist.ProcessGroup) else {device: None}  # what no member has
     if device not in made:
         made = _make(group, device, shared=False)
-    if made[device] is None:
+    strange = tensor is not None and (
+        tensor.layout is not torch.strided
+        or (op is not None and (core_name(op) is None or tensor.is_complex()))
+        or (device != "cpu" and len({part.numel() for part in parts}) > 1)
+    )
+    if strange or made[device] is None:
         raise ServedByTorch
     return made[device]
 

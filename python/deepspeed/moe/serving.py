@@ -6,6 +6,7 @@ from torch import nn
 
 from deepspeed import _native
 from deepspeed import comm as dist
+from deepspeed.comm.group_communicators import native_of
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.errors import fail
 from deepspeed.moe.exchange import named
@@ -141,12 +142,11 @@ class SlicedExperts(nn.Module):
             dist.all_gather_into_tensor(theirs, torch.tensor(counts, dtype=torch.int64), group=self.group)
             taken, per_expert, order = _native._C.plan_arrivals(theirs.tolist(), self.ranks, len(counts))
             given = [len(mine)] * self.ranks
-            arrived = mine.new_empty(sum(taken), mine.shape[1])
-            dist.all_to_all_single(arrived, mine.repeat(self.ranks, 1), taken, given, group=self.group)
+            ranks = native_of(self.group, mine)
+            arrived = _native._C.exchange_rows(ranks, mine.repeat(self.ranks, 1), given, taken)
             ordered, inverse = reorder_rows(arrived, order.to(mine.device))
             made, _ = reorder_rows(_run(self.experts, ordered, per_expert, first), inverse)
-            back = made.new_empty(self.ranks * len(mine), mine.shape[1])
-            dist.all_to_all_single(back, made.contiguous(), given, taken, group=self.group)
+            back = _native._C.exchange_rows(ranks, made, taken, given)
         parts = back.view(self.ranks, len(mine), mine.shape[1])
         return parts.to(torch.promote_types(mine.dtype, torch.float32)).sum(0).to(mine.dtype)
 

@@ -134,8 +134,7 @@ TEST_P(RankNodes, EqualOneProcess) {
       int waits = 0;
       const auto exchange = [&] {
         return std::make_shared<RowExchange>(
-            ranks, given, taken, "rows",
-            RowExchange::Told{[&](int64_t more) { bytes += more; }, [&](double) { ++waits; }});
+            ranks, given, taken, "rows", [&](int64_t more) { bytes += more; }, [&](double) { ++waits; });
       };
       const at::Tensor x = rows_of(rank, false, 0).clone().set_requires_grad(true);
       const auto first = exchange(), second = exchange();
