@@ -60,7 +60,7 @@ def verb(*described, log_name=None):
 
 
 def _by_torch(function, args, kwargs):
-    """What torch's function of that name returns; it takes the same arguments in the same order."""
+    """Returns what torch's function of that name returns, which takes the same arguments in the same order."""
     given = argument_names(function, args, kwargs)
     if "op" in given:
         given["op"] = to_torch(given["op"], next(one for one in given.values() if torch.is_tensor(one)).dtype)
