@@ -41,7 +41,7 @@ ReduceWayPtr ReduceWays::make(const BucketFacts& bucket, size_t from, std::strin
   if (row == rows().size())
     fail(ErrorKind::kRuntime, "no registered way reduces the gradient bucket from parameter \"", bucket.name, "\"");
   names += rows()[row].name;
-  // What a way is made of depends on the bucket, so its name does, too.
+  // The parts of a way depend on the bucket, so its name does, too.
   std::string inside;
   for (size_t next = row + 1; next < rows().size(); ++next)
     if (rows()[next].takes(parts_, bucket)) inside += "/" + rows()[next].name;

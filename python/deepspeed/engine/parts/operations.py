@@ -108,12 +108,11 @@ class Operations(Part):
     def before_micro_step(self, boundary):
         if not self._wanted or hasattr(self.engine, "train_batch"):
             return
-        backward = self.engine._backward
-        trained = backward.counted(self._forwards)
+        trained = self.engine._backward.counted(self._forwards)
         known = None if None in trained else sum(trained)
         self._add(known)
         # A backward of the script is not seen: as is usual, it has twice the operations of its forward.
-        self._add(self._backwards if backward.seen or known is None else 2 * known)
+        self._add(self._backwards if self.engine._window.has_own_backward or known is None else 2 * known)
         self._forwards, self._since, self._backwards = {}, [], 0
 
     def after_step(self):
