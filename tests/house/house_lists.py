@@ -118,7 +118,8 @@ _WIRE = "the transport below moves tensors of one dtype, device or layout: a cop
 ALLOCATIONS = {
     "zero/offload/auto_placements.cpp": (1, "six numbers, which ranks compare"),
     "zero/gradients/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
-    "zero/gradients/bucket_reduction.cpp": (3, "a late round, which no plan knew of; rows that come through the host"),
+    "zero/gradients/bucket_reduction.cpp": (1, "a late round, which no plan knew of"),
+    "zero/gradients/ways/scatter.cpp": (2, "a row of a late round, and one that comes through the host"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
     "zero/any_kernels.cpp": (2, "a number for each run of a sum; magnitudes whose columns are added up"),
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),

@@ -143,6 +143,7 @@ MUTABLE_GLOBALS = {
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
+    ("zero/gradients/ways/reduce_way.cpp", "all"): "ways register before main and are only read afterwards",
     ("zero/spaces/rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
     ("zero/gradients/one_use.cpp", "outermost"): "of a thread: autograd runs hooks in it, which get no argument",
     ("zero/step/strategies/step_strategy.cpp", "all"): "strategies register before main and are only read afterwards",

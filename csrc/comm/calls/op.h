@@ -50,9 +50,8 @@ bool gets(Verb verb, bool root);   // a rank passes Op::out
 //   kSend, kRecv    in, or out: to or from `peer`; messages between two ranks keep their order. A receive from kAnyRank
 //                   takes the next message to this rank, where the transport can.
 //   kBarrier        none
-//   kExchangePacked in: n chunks of bytes, chunk r for rank r; out: n chunks, chunk r of rank r; `scales`: the same of
-//   the
-//                   numbers that belong to the chunks, of any dtype. The first half of a compressed all-reduce.
+//   kExchangePacked in: n chunks of bytes, chunk r for rank r; out: n chunks, chunk r of rank r; `scales`: the same for
+//                   the numbers that belong to the chunks, of any dtype. The first half of a compressed all-reduce.
 //
 // n parts follow each other and have the same number of elements, unless in_counts or out_counts has that of each: of
 // kReduceScatter and kScatter in_counts, of kAllGather and kGather out_counts, equal on all ranks (also where the
@@ -96,5 +95,7 @@ struct Op {
   // kExchangePacked as the two kAllToAll that it does: of the bytes, and of the scales.
   std::vector<Op> exchanges() const;
 };
+// The name of a call in the log: the verb's, and all_to_all_single where the parts of one tensor differ in length.
+const char* logged_name(const Op& op);
 
 }  // namespace ds::comm

@@ -74,7 +74,9 @@ class ReduceWays {
   ReduceWayPtr of(const BucketFacts& bucket);
 
  private:
-  ReduceWayPtr make(const BucketFacts& bucket, size_t from, std::string names);
+  // The first way from `from` on that takes the bucket, and one way; `outside`: the names of what is around it.
+  ReduceWayPtr make(const BucketFacts& bucket, size_t from, const std::string& outside);
+  ReduceWayPtr make_row(const BucketFacts& bucket, size_t row, const std::string& outside);
 
   const WayParts parts_;
   std::map<std::string, ReduceWayPtr> made_;  // by the names of all that it is made of
