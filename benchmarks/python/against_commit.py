@@ -163,7 +163,9 @@ def measured(tree, args):
         found = {}
         for count in (1, args.ranks)[bool(args.collectives) :]:
             threads = max(1, len(os.sched_getaffinity(0)) // count)
-            found.update(ranks.measure(__file__, passed, ("block", "parameters", "collectives"), count, threads, python))
+            found.update(
+                ranks.measure(__file__, passed, ("block", "parameters", "collectives"), count, threads, python)
+            )
         return found
 
 

@@ -85,7 +85,9 @@ def may_be_refused(case):
     """Cases in which a clear error is right: at stage 3 weights are not there outside of modules, and with fp16 only
     what comes through outputs gets the loss scale."""
     terms = set(case["terms"])
-    released = case["stage"] == 3 and case["persist"] == 0 and terms & {"penalty", "returned", "weight gradient", "kept"}
+    released = (
+        case["stage"] == 3 and case["persist"] == 0 and terms & {"penalty", "returned", "weight gradient", "kept"}
+    )
     unscaled = case["dtype"] == "fp16" and case["end"] != "engine" and terms - {"output", "twice"}
     return bool(released or unscaled)
 

@@ -281,7 +281,9 @@ def test_a_router_that_cannot_be_asked_is_named(kind, error, monkeypatch):
     made = auto.replace_moe_layers(specs, 1, 0)
     assert {one.spec.router_logits_capture_mode for one in made.values()} == {specs[0].router_logits_capture_mode}
     assert len(told) == 1  # of two layers
-    assert f"'model.layers.0.mlp': could not call its router {kind.__name__} with" in told[0] and f"({error}: " in told[0]
+    assert (
+        f"'model.layers.0.mlp': could not call its router {kind.__name__} with" in told[0] and f"({error}: " in told[0]
+    )
 
 
 def test_names_and_patterns_of_ones_own():

@@ -55,7 +55,7 @@ def test_the_stream_waits_for_a_rank_whose_device_is_late(stage, tmp_path):
     assert any(waited_as_told(mine, late, stage) for mine, late in steps), steps
     for row in (row for step in steps for row in step):
         assert sum(row["phases"].values()) == pytest.approx(row["wall"], abs=1e-8)
-    # The report names the rank that waited least, which is the late one unless the machine held up the other for longer.
+    # The report names the rank that waited least: the late one, unless the machine held up the other for longer.
     waits = [sum(row["stream_wait"] for row in column) for column in rows]
     assert report["slowest_rank"] == 1 or waits[0] - waits[1] < 0.5 * DELAY
 

@@ -174,7 +174,7 @@ def test_entries_into_the_core(rank, world, stage, accumulate):
 
     with mock.patch.object(_native._C, "bring_home", counted):
         train(engine, rank)
-    # before and after forward, before backward; before the step, the step. The window is asked besides, and does no work
+    # Before and after forward, before backward; before the step, the step. The window does no work and is not counted.
     assert counter.calls == 3 * accumulate + 2
     if stage == 3:  # around each unit, and around the model
         assert len(engine.parameter_offload.forward_hooks) == 2 * (2 * LAYERS) + 2

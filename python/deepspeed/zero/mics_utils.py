@@ -6,7 +6,7 @@ from deepspeed import comm as dist
 from deepspeed.comm import mesh
 from deepspeed.comm.mesh_views import MICS, adopted, cut_for_mics
 
-# The group, size and rank of the ranks that share one copy of a model, and of those with the same shard in other copies.
+# The group, size and rank of the ranks that share one copy of a model, and of those with the same shard elsewhere.
 MiCS_CommGroups = namedtuple(
     "MiCS_CommGroups",
     "param_shard_group param_shard_size param_shard_rank param_repli_group param_repli_size param_repli_rank",
@@ -21,7 +21,7 @@ def scale_tensors(tensors, scale):
 
 
 def create_mics_comm_groups(shard_size, dp_group, hierarchical_allgather=False, mpu=None):
-    """Splits ``dp_group`` into runs of ``shard_size`` ranks. All ranks of the group call it. Returns ``MiCS_CommGroups``.
+    """Splits ``dp_group`` into runs of ``shard_size`` ranks. All its ranks call it. Returns ``MiCS_CommGroups``.
 
     Raises:
         NotImplementedError: ``hierarchical_allgather``, which is not in this build yet.

@@ -404,4 +404,6 @@ def test_weights_in_a_chosen_dtype(name, dtype, tmp_path, capsys):
         assert found[key].dtype == wanted.dtype and torch.equal(found[key], wanted), key
     assert f"Saved {name} state dict" in capsys.readouterr().out
     assert zero_to_torch.main([str(tmp_path / "none"), str(out)]) == 1 and "none" in capsys.readouterr().err
-    refused(ValueError, "dtype is torch.int8", convert_zero_checkpoint_to_state_dict, str(tmp_path), str(out), torch.int8)
+    refused(
+        ValueError, "dtype is torch.int8", convert_zero_checkpoint_to_state_dict, str(tmp_path), str(out), torch.int8
+    )

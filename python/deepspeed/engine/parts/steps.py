@@ -74,7 +74,8 @@ class Steps(Part):
 
     def _count(self, applied):
         engine = self.engine
-        self.applied, self.norm = applied, engine.stepping.norm if engine._config.zero_config.compute_grad_norm else None
+        self.applied = applied
+        self.norm = engine.stepping.norm if engine._config.zero_config.compute_grad_norm else None
         for param in engine._unmanaged:
             param.grad = None
         engine.losses = None
