@@ -42,10 +42,6 @@ bool is(Who who, bool root) { return who == Who::kAll || (who == Who::kRoot && r
 }  // namespace
 
 const char* verb_name(Verb verb) { return row(verb).name; }
-const char* logged_name(const Op& op) {
-  const bool rows = op.verb == Verb::kAllToAll && !(op.in_counts.empty() && op.out_counts.empty());
-  return rows ? "all_to_all_single" : verb_name(op.verb);
-}
 bool reduces(Verb verb) { return row(verb).reduces; }
 bool has_peer(Verb verb) { return row(verb).has_peer; }
 bool is_message(Verb verb) { return verb == Verb::kSend || verb == Verb::kRecv; }

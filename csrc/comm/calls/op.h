@@ -85,6 +85,7 @@ struct Op {
   std::shared_ptr<const ChunkScales> scales = nullptr;  // kExchangePacked only
   int message_tag = 0;                    // kSend, kRecv of scripts: a receive takes messages with its tag alone
   std::shared_ptr<int> sender = nullptr;  // kRecv from kAnyRank: the rank that sent, when the call has ended
+  const char* logged_as = nullptr;        // the name of the call in the log; null: the verb's
 
   // The tensor that has all of what the call is about: n parts where there are, as far as this rank has them.
   const at::Tensor& whole() const;
@@ -95,7 +96,5 @@ struct Op {
   // kExchangePacked as the two kAllToAll that it does: of the bytes, and of the scales.
   std::vector<Op> exchanges() const;
 };
-// The name of a call in the log: the verb's, and all_to_all_single where the parts of one tensor differ in length.
-const char* logged_name(const Op& op);
 
 }  // namespace ds::comm

@@ -65,7 +65,8 @@ LoggedCall LoggedCommunicator::record_of(const Op& op, int64_t number, double be
   const at::Tensor& passed = op.verb == Verb::kReduceScatter ? op.in : op.own();
   const auto bytes = static_cast<int64_t>(passed.nbytes());
   const double now = seconds_now();
-  return {logged_name(op), "engine", bytes, size(), "", op.tag, group_, number, begin, now, now - begin};
+  const char* const name = op.logged_as ? op.logged_as : verb_name(op.verb);
+  return {name, "engine", bytes, size(), "", op.tag, group_, number, begin, now, now - begin};
 }
 
 WorkPtr LoggedCommunicator::start(const Op& op) {

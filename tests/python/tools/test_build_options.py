@@ -34,7 +34,7 @@ def test_version(commit, env, wanted):
 
 
 def test_version_that_is_none():
-    words, env = "DS_BUILD_STRING is 'nightly build'.*no version", {"DS_BUILD_STRING": "nightly build"}
+    words, env = "DS_BUILD_STRING is 'nightly build'.*not a version", {"DS_BUILD_STRING": "nightly build"}
     refused(options.OptionError, words, options.full_version, "0.3.13", "8cd046f", env)
 
 
