@@ -12,7 +12,7 @@ import re
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "files.md"
-TOP = """# What is in which file
+TOP = """# Files and their contents
 
 `make docs` writes this page from the first sentence of each file; to change a row, change that sentence. A C++ row stands
 for the header and the source of one name. Modules of `python/deepspeed/runtime` only pass on names, and are left out.

@@ -154,7 +154,7 @@ void RowExchange::finish() {
 
 at::Tensor RowExchange::start(const at::Tensor& rows) {
   return with_gradient("RowsSentBackward", rows, begin(rows, given_, taken_),
-                       [self = shared_from_this()](const at::Tensor&) {  // what it gets is a placeholder
+                       [self = shared_from_this()](const at::Tensor&) {  // the gradients arrive in on_back_
                          self->finish();
                          return std::move(self->on_back_);
                        });

@@ -1,4 +1,4 @@
-"""The lines of an engine about its configuration when it starts: rank 0, once, and only what is no default."""
+"""An engine logs its configuration when it starts: once, on rank 0, and only values that differ from the defaults."""
 
 from unittest import mock
 

@@ -122,6 +122,6 @@ def check_so_many(files):
     for path, text in files.items():
         for found in re.finditer(r'(?<!")\bso\s+many\b(?!\s+\w+\s+that\b)', text):
             yield (
-                f"{path}:{text.count(chr(10), 0, found.start()) + 1} says 'so many', which names no number: write "
+                f"{path}:{text.count(chr(10), 0, found.start()) + 1} says 'so many' and does not give a number: write "
                 f"'this many', or the name of the number. {SEE}"
             )

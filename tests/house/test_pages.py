@@ -100,7 +100,7 @@ def test_every_engine_part_is_described():
 
 
 def files_page():
-    """The module tools/files_page.py, which is no package's."""
+    """Returns the module tools/files_page.py, which no package contains."""
     spec = importlib.util.spec_from_file_location("files_page", os.path.join(ROOT, "tools", "files_page.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

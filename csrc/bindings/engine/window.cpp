@@ -60,7 +60,6 @@ DS_BINDINGS(m) {
       .def("end_step", &Window::end_step, "boundary"_a)
       .def("close_step", &Window::close_step)
       .def("restart", &Window::restart)
-      .def_property_readonly("state", [](const Window& window) { return zero::name_of(window.state()); })
       .def_property_readonly("at_boundary", &Window::at_boundary)
       .def_property_readonly("reduces", &Window::reduces)
       .def_property_readonly("needs_join", &Window::needs_join)

@@ -20,11 +20,10 @@ class BucketReduction {
         device_(device),
         options_(options),
         alone_(store.everyone().alone()),
-        memory_(*store.storage()),
-        ways_({store, device, options, memory_}) {}
+        memory_(*store.storage()) {}
 
   // Gives the bucket the way in which it is added up over the ranks. Once, before anything else.
-  void choose_way(GradBucket& bucket) { bucket.way = ways_.of(bucket); }
+  void choose_way(GradBucket& bucket) { bucket.way = way_of({store_, device_, options_, memory_}, bucket); }
 
   // The factors of gradients before the sum over the ranks, and of the sum after it.
   float before(const GradBucket& bucket) const {
@@ -73,7 +72,6 @@ class BucketReduction {
   const ReducerOptions& options_;
   const bool alone_;  // the dense parameters have no other rank
   WireBuffers memory_;
-  ReduceWays ways_;
 };
 
 }  // namespace ds::zero

@@ -161,7 +161,7 @@ TEST(Norm, EachElementCountsOnceOnSixteenRanks) {
       for (int expert : {2, 4}) compare({16, 2, 2, 2, 2, expert, stage, slices});
 }
 
-// Spaces with the same remaining lists are added before the call over these: there are no other calls.
+// Spaces with the same remaining lists of ranks share one call: their sums are added before it.
 TEST(Norm, SpacesShareCalls) {
   const auto group = [](int size) { return comm::thread_communicators(size)[0]; };
   EngineRanks ranks{group(2)};

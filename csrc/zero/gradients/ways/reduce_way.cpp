@@ -16,6 +16,19 @@ std::vector<ReduceWayRow>& rows() {
   return all;
 }
 
+ReduceWayPtr make(const WayParts& parts, const BucketFacts& bucket, size_t row);
+
+// The first way from row number `row` on that takes the bucket.
+ReduceWayPtr make_first(const WayParts& parts, const BucketFacts& bucket, size_t row) {
+  for (; row < rows().size(); ++row)
+    if (rows()[row].takes(parts, bucket)) return make(parts, bucket, row);
+  fail(ErrorKind::kRuntime, "no registered way reduces the gradient bucket from parameter \"", bucket.name, "\"");
+}
+
+ReduceWayPtr make(const WayParts& parts, const BucketFacts& bucket, size_t row) {
+  return rows()[row].make(parts, [&] { return make_first(parts, bucket, row + 1); });
+}
+
 }  // namespace
 
 ReduceWayRegistration::ReduceWayRegistration(ReduceWayRow row) {
@@ -24,30 +37,15 @@ ReduceWayRegistration::ReduceWayRegistration(ReduceWayRow row) {
                    [](const ReduceWayRow& a, const ReduceWayRow& b) { return a.order < b.order; });
 }
 
-ReduceWayPtr ReduceWays::of(const BucketFacts& bucket) {
-  const std::string& named = parts_.ranks(bucket).way;
-  if (named.empty()) return make(bucket, 0, "");
-  for (size_t row = 0; row < rows().size(); ++row)
-    if (rows()[row].name == named) return make_row(bucket, row, "");
+ReduceWayPtr way_of(const WayParts& parts, const BucketFacts& bucket) {
+  const std::string& named = parts.ranks(bucket).way;
+  if (named.empty()) return make_first(parts, bucket, 0);
   std::string known;
-  for (const ReduceWayRow& row : rows()) known += (known.empty() ? "" : ", ") + row.name;
-  fail(ErrorKind::kValue, "there is no way '", named, "' to reduce gradients; there are: ", known);
-}
-
-ReduceWayPtr ReduceWays::make(const BucketFacts& bucket, size_t from, const std::string& outside) {
-  for (size_t row = from; row < rows().size(); ++row)
-    if (rows()[row].takes(parts_, bucket)) return make_row(bucket, row, outside);
-  fail(ErrorKind::kRuntime, "no registered way reduces the gradient bucket from parameter \"", bucket.name, "\"");
-}
-
-ReduceWayPtr ReduceWays::make_row(const BucketFacts& bucket, size_t row, const std::string& outside) {
-  const std::string name = outside + rows()[row].name;
-  std::string inside;  // the parts of a way depend on the bucket, so its name does, too
-  for (size_t next = row + 1; next < rows().size(); ++next)
-    if (rows()[next].takes(parts_, bucket)) inside += " around " + rows()[next].name;
-  ReduceWayPtr& way = made_[name + inside];
-  if (!way) way = rows()[row].make(parts_, [&] { return make(bucket, row + 1, name + " around "); });
-  return way;
+  for (size_t row = 0; row < rows().size(); ++row) {
+    if (rows()[row].name == named) return make(parts, bucket, row);
+    known += (known.empty() ? "" : ", ") + rows()[row].name;
+  }
+  fail(ErrorKind::kValue, "'", named, "' is not a way to reduce gradients; the ways are: ", known);
 }
 
 }  // namespace ds::zero

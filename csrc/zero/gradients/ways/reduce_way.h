@@ -1,8 +1,8 @@
 // The ways in which a bucket of gradients is added up over the ranks of its space.
 //
 // Adding a way is adding a file with a ReduceWayRegistration. A bucket has the first registered way, by `order`, that
-// takes it; a space rule may name another one (SpaceRanks::way). A way may have memory of its own, and may do its part
-// around another way, the next one that takes the bucket.
+// takes it; a space rule may name another one (SpaceRanks::way). Each bucket has an object of its own, which may keep
+// memory, and may do its part around another way, the next one that takes the bucket.
 //
 // [Note: one reduction in steps]
 // start() sends. receive() is called when the collective has ended, perhaps while the backward still runs: this rank
@@ -11,7 +11,6 @@
 // backward that raises leaves them as they were.
 #pragma once
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 
@@ -66,20 +65,7 @@ struct ReduceWayRegistration {
   explicit ReduceWayRegistration(ReduceWayRow row);
 };
 
-// Ways of one reducer, each made once.
-class ReduceWays {
- public:
-  explicit ReduceWays(const WayParts& parts) : parts_(parts) {}
-  // Fails with the names that there are where the rule of the space names an unknown one.
-  ReduceWayPtr of(const BucketFacts& bucket);
-
- private:
-  // The first way from `from` on that takes the bucket, and one way; `outside`: the names of what is around it.
-  ReduceWayPtr make(const BucketFacts& bucket, size_t from, const std::string& outside);
-  ReduceWayPtr make_row(const BucketFacts& bucket, size_t row, const std::string& outside);
-
-  const WayParts parts_;
-  std::map<std::string, ReduceWayPtr> made_;  // by the names of all that it is made of
-};
+// Makes the way of a bucket. Fails with the names that there are where the rule of its space names an unknown one.
+ReduceWayPtr way_of(const WayParts& parts, const BucketFacts& bucket);
 
 }  // namespace ds::zero

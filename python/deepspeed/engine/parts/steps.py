@@ -11,7 +11,6 @@ class Steps(Part):
     """A part of the engine."""
 
     applied = False  # whether the last step has changed weights
-    ends_later = False  # the owner of the engine's schedule calls ``end``
     norm = None  # 2-norm of the gradients of the last step, before clipping; None before the first step
 
     @member
@@ -63,7 +62,7 @@ class Steps(Part):
             run_hooks(engine, "failed_step")
             raise
         comms_log.collect()
-        if not self.ends_later:
+        if not engine._window.scheduled:
             self.end()
 
     def end(self):

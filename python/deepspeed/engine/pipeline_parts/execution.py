@@ -51,7 +51,6 @@ class Execution:
         self.loss = None  # of the last forward pass
         self._compute_loss = True
         self._seen = 0  # micro-batches that have come to this stage
-        engine._steps.ends_later = True
         engine._window.scheduled = True
 
     @functools.cached_property
