@@ -9,17 +9,18 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
 #include "plan/process_grid.h"
+#include "plan/purpose.h"
 
 namespace ds::comm {
 
 using plan::Axes;
+using plan::Purpose;
 
 // Some ranks of the job, in the order of their group, and the rank of this process there.
 struct SubMesh {
@@ -28,21 +29,27 @@ struct SubMesh {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-enum class Purpose { kReduce, kGather, kPipe, kPipeGrads, kExperts, kControl };
 const char* name_of(Purpose purpose);
+
+// Ranks along some axes that exchange values for a purpose.
+struct Opening {
+  Axes axes;
+  Purpose purpose;
+};
 
 // The job of this process, shared by all meshes over it; it opens communicators among its ranks.
 class Job {
  public:
   // Makes a communicator of `members`, which all call it with the same `key`, the prefix of its keys in the job's
-  // store. No two communicators share a key. Never called for one member.
-  using Open = std::function<CommunicatorPtr(const std::string& key, const SubMesh& members)>;
+  // store. No two communicators share a key. `in_memory`: ranks of one host exchange through its memory, because all
+  // tensors are there. Never called for one member.
+  using Open = std::function<CommunicatorPtr(const std::string& key, const SubMesh& members, bool in_memory)>;
 
   Job(int rank, int world, Open open);
   int rank() const { return rank_; }
   int world() const { return world_; }
   // A new communicator at each call. The n-th call of each member with these arguments joins the same one.
-  CommunicatorPtr open(const SubMesh& members, Purpose purpose);
+  CommunicatorPtr open(const SubMesh& members, Purpose purpose, bool in_memory = false);
 
  private:
   const int rank_, world_;
@@ -55,35 +62,42 @@ using JobPtr = std::shared_ptr<Job>;
 // One per engine, so that two engines in one process never wait in each other's communicators.
 class ProcessMesh {
  public:
-  // `ranks`: those of the job that the grid numbers, in its order; {}: all of them.
+  // `ranks`: those of the job that the grid numbers, in its order; {}: all of them. kUnknown stands for a rank that
+  // nobody has told this one.
   ProcessMesh(plan::ProcessGrid grid, JobPtr job, std::vector<int> ranks = {});
-  // From the groups of an mpu: the lists of this rank by axis (pp, dp, sp, tp), or by several axes ("dp,sp"). Axes
-  // without a list have one rank. Where a grid fits all lists, the mesh has that grid, and the ranks outside of the
-  // lists are along pp or tp. Otherwise the mesh has these lists and their folds only.
-  static std::shared_ptr<ProcessMesh> adopt(std::map<std::string, std::vector<int>> own, JobPtr job);
+  // From the groups of an mpu: the lists of this rank by axis (pp, dp, sp, tp), and by "dp,sp" where both have several
+  // ranks. An axis without a list has one rank. Other ranks of the job are not in the mesh. Fails with the lists where
+  // they form no grid.
+  static std::shared_ptr<ProcessMesh> adopt(const std::map<std::string, std::vector<int>>& own, JobPtr job);
 
-  // As in ProcessGrid; the axes they add are those of the mesh.
-  void split(const std::string& axis, const plan::Axis& outer, const plan::Axis& inner);
+  // A mesh of one rank, without a job.
+  static std::shared_ptr<ProcessMesh> alone() { return adopt({}, std::make_shared<Job>(0, 1, nullptr)); }
+
+  // As in ProcessGrid; the axes that it adds are those of the mesh.
   void fold(const std::string& name, const Axes& from, const std::vector<plan::Axis>& to);
+  // Adds the fold `name` of two axes along which this rank has these lists: of the data-parallel ranks, or, where these
+  // are fewer, of them and the tensor-parallel ones. Fails with the lists where there is none.
+  using ListAlong = std::pair<std::string, std::vector<int>>;  // axis, ranks
+  void fold_lists(const std::string& name, const std::vector<ListAlong>& lists);
 
-  bool has_grid() const { return grid_.has_value(); }
-  int size(const Axes& axes) const { return sub(axes).size(); }
-  int rank(const Axes& axes) const { return sub(axes).rank; }
-  SubMesh sub(const Axes& axes) const;  // {}: only this rank
-  std::vector<std::vector<int>> lists(const Axes& axes) const;
+  const plan::ProcessGrid& grid() const { return grid_; }
+  const Job& job() const { return *job_; }
+  int size(const Axes& axes) const { return grid_.size(axes); }
+  int rank(const Axes& axes) const { return grid_.index(axes, position_); }
+  // {}: only this rank. Fails where a rank is unknown.
+  SubMesh sub(const Axes& axes) const;
 
-  // The communicator of these ranks, this one among them. It is made at first use and kept while it is referenced.
-  CommunicatorPtr communicator(const SubMesh& members, Purpose purpose);
+  // The communicators of the ranks along these axes, this one among them. Each is opened at first use and kept while it
+  // is referenced. All members open those of one call in one order, whatever the order here: by purpose, then by axes.
+  std::vector<CommunicatorPtr> open(const std::vector<Opening>& openings, bool in_memory = false);
+  CommunicatorPtr communicator(const SubMesh& members, Purpose purpose, bool in_memory = false);
+
+  static constexpr int kUnknown = -1;
 
  private:
-  ProcessMesh(std::map<std::string, std::vector<int>> own, JobPtr job);
-  const plan::ProcessGrid& grid(const char* what) const;
-  std::vector<int> of_job(std::vector<int> ranks) const;  // from ranks of the grid
-
-  std::optional<plan::ProcessGrid> grid_;
-  std::vector<int> ranks_;                       // of the job, as the grid numbers them
-  int position_ = 0;                             // of this process among them
-  std::map<std::string, std::vector<int>> own_;  // without a grid
+  plan::ProcessGrid grid_;
+  std::vector<int> ranks_;  // of the job, as the grid numbers them
+  int position_ = 0;        // of this process among them
   JobPtr job_;
   std::map<std::pair<std::vector<int>, Purpose>, std::weak_ptr<Communicator>> made_;
 };

@@ -1,7 +1,5 @@
 #include "plan/process_grid.h"
 
-#include <sstream>
-
 #include "base/error.h"
 #include "base/ranges.h"
 #include "base/sizes.h"
@@ -65,13 +63,6 @@ std::string joined(const std::vector<std::string>& names) {
   return text;
 }
 
-Axes split_text(const std::string& names) {
-  Axes axes;
-  std::istringstream text(names);
-  for (std::string axis; std::getline(text, axis, ',');) axes.push_back(axis);
-  return axes;
-}
-
 std::string ranks_along(const Axes& axes) {
   const bool data = all_of(axes, [](const auto& axis) { return axis == "dp" || axis == "sp"; });
   return data ? "data-parallel ranks" : "ranks along " + joined(axes);
@@ -95,36 +86,6 @@ ProcessGrid::ProcessGrid(int world, std::vector<Axis> axes) : world_(world) {
   }
   if (stride != 1) fail(ErrorKind::kValue, "a grid without axes has one rank, not ", world, ": give an axis");
   numberings_.push_back(std::move(names));
-}
-
-std::optional<ProcessGrid> ProcessGrid::suggested(int world, int rank, const std::map<std::string, RankList>& own) {
-  const std::vector<std::string> order{"pp", "dp", "sp", "tp"};
-  int product = 1;
-  for (const auto& [name, ranks] : own) {
-    const Axes axes = split_text(name);
-    if (!all_of(axes, [&](const auto& axis) { return contains(order, axis); })) return std::nullopt;
-    if (axes.size() > 1) continue;
-    if (ranks.empty()) return std::nullopt;
-    if (!sizes::multiply(product, static_cast<int>(ranks.size()), &product)) return std::nullopt;
-  }
-  if (world % product != 0) return std::nullopt;
-  for (const std::string& rest : order) {  // the axis of the ranks that the lists leave
-    if (own.count(rest) && product != world) continue;
-    std::vector<Axis> axes;
-    for (const std::string& name : order) {
-      const auto given = own.find(name);
-      axes.push_back({name, given != own.end() ? static_cast<int>(given->second.size()) : 1, ""});
-      if (given == own.end() && name == rest) axes.back().size = world / product;
-    }
-    ProcessGrid grid(world, axes);
-    if (all_of(own, [&](const auto& given) { return grid.list(split_text(given.first), rank) == given.second; }))
-      return grid;
-  }
-  return std::nullopt;
-}
-
-void ProcessGrid::split(const std::string& axis, const Axis& outer, const Axis& inner) {
-  fold(axis, {axis}, {outer, inner});
 }
 
 void ProcessGrid::fold(const std::string& name, const Axes& from, const std::vector<Axis>& to) {
@@ -212,11 +173,6 @@ RankLists ProcessGrid::lists(const Axes& axes) const {
   RankLists lists;
   for (auto& entry : found) lists.push_back(std::move(entry.second));
   return lists;
-}
-
-void fold_experts(ProcessGrid& grid, const std::string& name, const Axes& from, int expert, bool data_first) {
-  const Axis experts{"ep", expert, "expert_parallel_size"}, copies{"edp", 0, ""};
-  grid.fold(name, from, data_first ? std::vector<Axis>{experts, copies} : std::vector<Axis>{copies, experts});
 }
 
 }  // namespace ds::plan

@@ -6,7 +6,6 @@
 // of; a question names axes of one fold, and axes that it leaves alone. Integers only.
 #pragma once
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,12 +26,6 @@ class ProcessGrid {
   // Outer to inner. Fails with the key, the size and sizes that work where they do not multiply to `world`.
   ProcessGrid(int world, std::vector<Axis> axes);
 
-  // The grid that the lists of one rank come from, by axis (pp, dp, sp, tp), if there is one: what their sizes leave is
-  // one more axis of these. A list by several axes, "dp,sp", must be that of the grid.
-  static std::optional<ProcessGrid> suggested(int world, int rank, const std::map<std::string, RankList>& own);
-
-  // `axis` becomes `<axis>.<outer>` x `<axis>.<inner>`: neighbours along it differ in the inner one.
-  void split(const std::string& axis, const Axis& outer, const Axis& inner);
   // Ranks along `from`, in rank order, are numbered row by row over `to`, outer to inner, as `<name>.<axis>`.
   void fold(const std::string& name, const Axes& from, const std::vector<Axis>& to);
 
@@ -57,8 +50,5 @@ class ProcessGrid {
   std::map<std::string, int> sizes_;
   std::vector<Numbering> numberings_;
 };
-
-// Adds the fold `name` of {"dp"} or {"dp", "sp"} for experts that `expert` ranks share: axes `<name>.edp`, `<name>.ep`.
-void fold_experts(ProcessGrid& grid, const std::string& name, const Axes& from, int expert, bool data_first);
 
 }  // namespace ds::plan

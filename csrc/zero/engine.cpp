@@ -12,7 +12,6 @@
 #include "base/process.h"
 #include "base/ranges.h"
 #include "plan/memory_plan.h"
-#include "zero/spaces/rules/space_rule.h"
 
 namespace ds::zero {
 
@@ -68,18 +67,18 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   made.budget = options.budget;
   made.grad_dtype = options.grad_dtype;
   made.align = made.policy.shards_params() ? kAlignSliceNumel : kAlignNumel;
-  made.everyone = dense_ranks(policy_, ranks_);
-  made.ranks_of = [this](const ParamSpec& spec) { return find_space_rule(spec.rule).ranks(spec, policy_, ranks_); };
+  made.everyone = spaces_->everyone();
+  made.ranks_of = [this](const ParamSpec& spec) { return spaces_->of(spec.rule, spec.copied_along); };
   int64_t total = 0;
   for (const ParamSpec& param : params) total += param.numel();
-  made.bucket_numel = bucket_limit(options.reducer, total, ranks_.data_parallel->size());
+  made.bucket_numel = bucket_limit(options.reducer, total, spaces_->data_parallel()->size());
   if (made.policy.shards_states() && !made.policy.shards_params())
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
   if (options.memory && !params.empty()) {
     const storage::Placement lp = made.placements.lp;
     const StateBytes need = bytes_of_states(params, *made.everyone.shard, options);
     made.placements = auto_placements(need, rated(need, *options.memory, params.front().tensor.device(), options.files,
-                                                  *ranks_.data_parallel, options.threads));
+                                                  *spaces_->data_parallel(), options.threads));
     made.placements.lp = lp;
   }
   if (made.placements.moves_params()) {
@@ -88,7 +87,7 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
     made.bucket_numel = std::min(made.bucket_numel, options.swapping.bucket_numel);
     if (offload.limited()) {
       const int64_t row = std::max<int64_t>(1, offload.buffers / 2) * offload.buffer_numel;
-      made.bucket_numel = std::min(made.bucket_numel, row * ranks_.data_parallel->size());
+      made.bucket_numel = std::min(made.bucket_numel, row * spaces_->data_parallel()->size());
     }
     made.bucket_numel = std::max<int64_t>(1, made.bucket_numel);
   }
@@ -102,33 +101,27 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   return made;
 }
 
-// Slices come from shared memory if all groups have it, on all ranks; otherwise from collectives of all ranks.
 ShardSourcePtr Engine::shard_source() {
   const comm::CommunicatorPtr& everyone = store_.everyone().shard;
-  std::vector<GatherGroup> groups;
-  for (auto& [ranks, params] : store_.sharded_groups())
-    groups.push_back({ranks.shard, params, peers_.empty() ? nullptr : peers_[groups.size()]});
-  bool shared = !peers_.empty() && all_of(peers_, [](const auto& memory) { return memory != nullptr; });
-  if (groups.size() > 1 && everyone->size() > 1) {
-    const at::Tensor without =
-        at::full({1}, shared ? 0 : 1, at::TensorOptions().dtype(at::kInt).device(store_.device()));
-    everyone->all_reduce(without, comm::ReduceOp::kSum, "whether ranks share memory")->wait();
-    shared = without.item<int>() == 0;
-  }
-  if (shared) return peer_source(std::move(groups), store_.storage());
-  size_t group = 0;
+  SourceParts parts{store_.sharded_params(), {}, store_.storage()};
   for (const auto& [ranks, params] : store_.sharded_groups()) {
-    if (ranks.gathers) groups[group].ranks = ranks.gathers();  // in one order on all ranks
-    ++group;
+    const comm::PeerMemoryPtr memory = peers_.empty() ? nullptr : peers_[parts.groups.size()];
+    parts.groups.push_back({ranks.shard, params, memory, ranks});
   }
-  for (const GatherGroup& one : groups) gathering_.push_back(one.ranks);
-  return scheduled_source(store_.sharded_params(), std::move(groups), store_.storage());
+  // The ranks of one group have an answer in common.
+  const bool differ = parts.groups.size() > 1 && everyone->size() > 1;
+  return source_of(std::move(parts), store_.everyone().axes.source, [&](bool here) {
+    if (!differ) return here;
+    const at::Tensor without = at::full({1}, here ? 0 : 1, at::TensorOptions().dtype(at::kInt).device(store_.device()));
+    everyone->all_reduce(without, comm::ReduceOp::kSum, "whether ranks share memory")->wait();
+    return without.item<int>() == 0;
+  });
 }
 
 Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
-               EngineRanks ranks, std::shared_ptr<Window> window)
+               MeshSpacesPtr spaces, std::shared_ptr<Window> window)
     : policy_(options.policy),
-      ranks_(std::move(ranks)),
+      spaces_(std::move(spaces)),
       store_(params, store_options(params, options), std::move(others)),
       device_(store_.device(), options.threads, options.kernels),
       grads_(store_, device_, options.reducer),
@@ -179,7 +172,7 @@ void Engine::meet_where_files_are() const {
   };
   if (none_of(store_.spaces(), in_files)) return;
   store_.storage()->settle();
-  ranks_.data_parallel->barrier();
+  spaces_->data_parallel()->barrier();
 }
 
 StepReport Engine::step(const StepInputs& inputs) {
@@ -195,10 +188,7 @@ StepReport Engine::step(const StepInputs& inputs) {
 
 // They wait for this rank in a collective, or will: all that this engine has fail with its error.
 void Engine::tell_others(const std::exception& error) const {
-  const std::string why = lone_text(*ranks_.data_parallel, error);
-  for (const SpaceSet& set : store_.sets())
-    for (const comm::CommunicatorPtr& ranks : {set.ranks.shard, set.ranks.replicas}) ranks->abort(why);
-  for (const comm::CommunicatorPtr& ranks : gathering_) ranks->abort(why);
+  spaces_->abort(lone_text(*spaces_->data_parallel(), error));
 }
 
 namespace {
@@ -294,10 +284,10 @@ std::vector<std::pair<std::string, std::string>> Engine::nonfinite_grads() {
 
 void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
   at::NoGradGuard no_grad;
-  if (ranks_.data_parallel->size() == 1) return;
+  if (spaces_->data_parallel()->size() == 1) return;
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor sent = tensor.contiguous();
-    ranks_.data_parallel->broadcast(sent, root, "values of rank 0")->wait();
+    spaces_->data_parallel()->broadcast(sent, root, "values of rank 0")->wait();
     if (!sent.is_same(tensor)) tensor.detach().copy_(sent);
   }
 }

@@ -9,7 +9,7 @@
 
 #include "zero/gradients/backward_session.h"
 #include "zero/engine_options.h"
-#include "zero/spaces/engine_ranks.h"
+#include "zero/spaces/mesh_spaces.h"
 #include "zero/rank_failures.h"
 #include "zero/states/state_access.h"
 
@@ -18,11 +18,11 @@ namespace ds::zero {
 // Create with std::make_shared. Calls come from one thread; only the hooks come from autograd's.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `others`: stage 3: sharded parameters that are not trained. `window`: null for one of its own. A caller that makes
-  // one with something in files tells the other ranks of an error (tell_ranks): they wait in here until all have made
-  // their files.
+  // `others`: stage 3: sharded parameters that are not trained. `spaces`: made of the same parameters. `window`: null
+  // for one of its own. A caller that makes an engine with something in files tells the other ranks of an error
+  // (MeshSpaces::abort): they wait in here until all have made their files.
   Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
-         EngineRanks ranks, std::shared_ptr<Window> window = nullptr);
+         MeshSpacesPtr spaces, std::shared_ptr<Window> window = nullptr);
   ~Engine();
 
   // One optimizer step on what backwards have left: reduces the rest, norm, decision, update, cast, gather; gradients
@@ -53,7 +53,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const DeviceContext& device() const { return device_; }
   const StagePolicy& policy() const { return policy_; }
   const RankFailures& failures() const { return failures_; }
-  comm::Communicator& data_parallel() const { return *ranks_.data_parallel; }
+  const MeshSpaces& spaces() const { return *spaces_; }
 
  private:
   ShardSourcePtr shard_source();
@@ -64,10 +64,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
   const StagePolicy policy_;
-  const EngineRanks ranks_;
+  const MeshSpacesPtr spaces_;
   const RankFailures failures_{[this](const std::exception& error) { tell_others(error); }};
-  std::vector<comm::PeerMemoryPtr> peers_;        // of each group of the store's sharded parameters
-  std::vector<comm::CommunicatorPtr> gathering_;  // ranks of collective gathers
+  std::vector<comm::PeerMemoryPtr> peers_;  // of each group of the store's sharded parameters
   ParamStore store_;
   DeviceContext device_;
   GradReducer grads_;

@@ -200,10 +200,14 @@ void choose_strategy(const config::Config& config, const RunFacts& facts, Engine
 
 }  // namespace
 
+const StagePolicy& policy_of(const config::Config& config) {
+  return stage_policy(key<int>(config, "zero_optimization.stage"));
+}
+
 EngineOptions engine_options(const config::Config& config, const RunFacts& facts) {
   const std::string zero = "zero_optimization.";
   EngineOptions options;
-  options.policy = stage_policy(key<int>(config, zero + "stage"));
+  options.policy = policy_of(config);
   options.threads = facts.threads;
   options.grad_dtype = facts.grad_dtype;
   options.rules = facts.rules;

@@ -50,6 +50,9 @@ struct EngineOptions {
   const kernels::KernelTable* kernels = nullptr;  // other kernels than the device's, which may fail: for tests
 };
 
+// The row of the stage table that the configuration asks for.
+const StagePolicy& policy_of(const config::Config& config);
+
 EngineOptions engine_options(const config::Config& config, const RunFacts& facts);
 
 // The placement of slices that leave the device before there is an engine. `device`: "cpu" or "nvme".

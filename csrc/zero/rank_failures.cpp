@@ -27,11 +27,4 @@ std::string lone_text(const comm::Communicator& ranks, const std::exception& err
   return "data-parallel rank " + std::to_string(ranks.rank()) + " could not go on: " + error.what();
 }
 
-void tell_ranks(const EngineRanks& ranks, const std::exception& error) {
-  const std::string why = lone_text(*ranks.data_parallel, error);
-  ranks.data_parallel->abort(why);
-  if (ranks.replicas) ranks.replicas->abort(why);
-  for (const auto& [name, other] : ranks.others) other->abort(why);
-}
-
 }  // namespace ds::zero

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/communicator.h"
 #include "io/file_error.h"
-#include "zero/spaces/engine_ranks.h"
 
 namespace ds::zero {
 
@@ -20,8 +20,7 @@ class LoneFailure : public Error {
 // Runs work beside the training: what it throws is an io::FileError or a LoneFailure.
 void run_beside(const std::function<void()>& work);
 
-// All collectives of these ranks that are under way or to come fail with the text of this rank's error.
-void tell_ranks(const EngineRanks& ranks, const std::exception& error);
+// The text with which the collectives of other ranks fail after an error of this one.
 std::string lone_text(const comm::Communicator& ranks, const std::exception& error);
 
 class RankFailures {

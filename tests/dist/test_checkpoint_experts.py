@@ -59,10 +59,10 @@ def make(rank, world, degree, stage, checkpoint=None, optimizer="AdamW"):
     model = Model(range(own * each, (own + 1) * each))
     if degree > 1:
         groups = {
-            "expert_data_parallel": mesh.group_over(list(range(own, world, degree))),
-            "expert_parallel": mesh.group_over([rank - own + other for other in range(degree)]),
+            "edp": mesh.group_over(list(range(own, world, degree))),
+            "ep": mesh.group_over([rank - own + other for other in range(degree)]),
         }
-        copies = groups["expert_data_parallel"]
+        copies = groups["edp"]
         for param in model.layers.parameters():
             param.ds_ranks = ParamRanks("experts", groups, copies)
         model.stacked.ds_ranks = ParamRanks("experts", groups, copies, rows=(own * each, EXPERTS))

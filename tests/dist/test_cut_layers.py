@@ -46,7 +46,7 @@ def cut(group=None, rank=0, size=1):
 
 def mpu_of(dp):
     """The mpu of a grid of ``dp`` x SP x TP ranks, the last axis innermost."""
-    mesh = mesh_views.numbered(mesh_views.grid(("dp", dp, ""), ("sp", SP, ""), ("tp", TP, "")))
+    mesh = mesh_views.numbered(mesh_views.of_job(dp=(dp, ""), sp=(SP, ""), tp=(TP, "")))
     axes = {"data": ["dp"], "model": ["tp"], "sequence": ["sp"], "sequence_data": ["dp", "sp"]}
     members = {name: mesh_views.make(f"test {name}", mesh, along) for name, along in axes.items()}
     mpu = Mpu(members["data"].group, members["model"].group)

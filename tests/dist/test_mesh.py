@@ -89,8 +89,7 @@ class Branches(Mpu):
     """Branch parallelism: neighbours hold other branches of a model, whose outputs are added."""
 
     def __init__(self, count):
-        grid = mesh_views.grid(("dp", 0, ""), ("branch", count, "train_branches"))
-        mesh = mesh_views.numbered(grid)
+        mesh = mesh_views.numbered(mesh_views.of_job(branch=(count, "train_branches")))
         self.branch = mesh_views.make("branch", mesh, ["branch"])
         self.data = mesh_views.make("data beside branches", mesh, ["dp"])
         super().__init__(self.data.group, self.branch.group)

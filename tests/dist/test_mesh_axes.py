@@ -32,7 +32,6 @@ def start(model, mpu=None, **keys):
 
 def lists(engine):
     native = engine.parallel.mesh
-    assert native.has_grid
     return {axis: native.ranks([axis]) for axis in AXES}
 
 
@@ -60,7 +59,7 @@ def test_every_engine_has_four_axes(rank, world):
 def with_experts(copies, kinds, dense=1):
     """The layers from number ``dense`` on are experts."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    ranks = {"expert_data_parallel": copies, "expert_parallel": kinds}
+    ranks = {"edp": copies, "ep": kinds}
     for param in model[dense:].parameters():
         param.ds_ranks = ParamRanks("experts", ranks, mesh.group_over(copies))
     return start(model)

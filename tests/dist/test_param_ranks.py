@@ -59,14 +59,14 @@ def measure(world):
 def test_experts_equal_one_process(rank, world, stage, folder):
     expert = rank % EXPERTS
     groups = {
-        "expert_data_parallel": mesh.group_over(list(range(expert, world, EXPERTS))),
-        "expert_parallel": mesh.group_over([rank - expert + e for e in range(EXPERTS)]),
+        "edp": mesh.group_over(list(range(expert, world, EXPERTS))),
+        "ep": mesh.group_over([rank - expert + e for e in range(EXPERTS)]),
     }
     model = layer_of([expert])
     if rank >= EXPERTS:  # what the first holder has counts
         model.experts[str(expert)].bias.data.zero_()
     for param in model.experts.parameters():
-        param.ds_ranks = ParamRanks("experts", groups, groups["expert_data_parallel"])
+        param.ds_ranks = ParamRanks("experts", groups, groups["edp"])
     config = {
         "train_batch_size": 4 * world,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},

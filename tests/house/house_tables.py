@@ -112,6 +112,7 @@ CPP_FOLDERS = {
     "config": [{"sections"}],
     "io": [{"folders", "memory"}, {"async", "zip"}],
     "kernels": [{"ref"}, {"cpu", "cuda"}],
+    "plan": [{"spaces"}],
     "storage": [{"tiers"}],
     "zero": [{"offload"}, {"spaces"}, {"gathers"}, {"gradients"}, {"step"}, {"states"}],
 }
@@ -144,7 +145,8 @@ MUTABLE_GLOBALS = {
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
     ("zero/gradients/ways/reduce_way.cpp", "all"): "ways register before main and are only read afterwards",
-    ("zero/spaces/rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
+    ("zero/gathers/shard_source.cpp", "all"): "sources register before main and are only read afterwards",
+    ("plan/spaces/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
     ("zero/gradients/one_use.cpp", "outermost"): "of a thread: autograd runs hooks in it, which get no argument",
     ("zero/step/strategies/step_strategy.cpp", "all"): "strategies register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",

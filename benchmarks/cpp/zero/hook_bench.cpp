@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <functional>
 
-#include "comm/transports/local_communicator.h"
 #include "zero/gradients/accumulator_hooks.h"
 #include "zero/engine.h"
 
@@ -37,8 +36,8 @@ std::shared_ptr<Engine> engine_of(const std::vector<at::Tensor>& params, int sta
   for (int i = 0; i < kParams; ++i) specs.push_back({params[i], "p" + std::to_string(i), 0, i});
   EngineOptions options;
   options.policy = stage_policy(stage);
-  return std::make_shared<Engine>(std::move(specs), std::vector<ShardedParamPtr>{}, options,
-                                  EngineRanks{comm::local_communicator()});
+  const auto spaces = std::make_shared<MeshSpaces>(comm::ProcessMesh::alone(), options.policy, specs);
+  return std::make_shared<Engine>(std::move(specs), std::vector<ShardedParamPtr>{}, options, spaces);
 }
 
 double ns_each(const std::function<void()>& run) {
@@ -57,7 +56,9 @@ void hooks(benchmark::State& state) {
   const auto plain = parameters(), again = parameters(), hooked = parameters(), used = parameters();
   AccumulatorHooks nothing;
   int64_t fired = 0;
-  for (const at::Tensor& param : hooked) nothing.add(param, [](const at::Tensor& grad) { return grad; }, [&fired] { ++fired; });
+  for (const at::Tensor& param : hooked)
+    nothing.add(
+        param, [](const at::Tensor& grad) { return grad; }, [&fired] { ++fired; });
   const auto engine = engine_of(used, static_cast<int>(state.range(0)));
   engine->backward().register_hooks();
 

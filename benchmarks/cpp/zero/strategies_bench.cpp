@@ -81,8 +81,8 @@ Times train(const std::string& strategy) {
   options.step.zenflow.update_interval = 4;
   options.step.zenflow.overlap = true;
   options.reducer.bucket_numel = 1;  // a bucket for each layer
-  auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options,
-                                         EngineRanks{comm::thread_communicators(1)[0]});
+  const auto spaces = std::make_shared<MeshSpaces>(comm::ProcessMesh::alone(), options.policy, specs);
+  auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, spaces);
   const optim::Rule& rule = optim::find_rule("adam");
   engine->set_rules({&rule});
   StepInputs inputs;

@@ -23,20 +23,19 @@ using plan::Axes;
 using plan::ProcessGrid;
 using AxisArgs = std::tuple<std::string, int, std::string>;  // name, size, key
 
-plan::Axis axis_of(const AxisArgs& args) { return {std::get<0>(args), std::get<1>(args), std::get<2>(args)}; }
-
 std::vector<plan::Axis> axes_of(const std::vector<AxisArgs>& given) {
   std::vector<plan::Axis> axes;
-  for (const AxisArgs& args : given) axes.push_back(axis_of(args));
+  for (const AxisArgs& args : given) axes.push_back({std::get<0>(args), std::get<1>(args), std::get<2>(args)});
   return axes;
 }
 
-// `open(key, ranks)` returns a Communicator.
+// `open(key, ranks, in_memory)` returns a Communicator.
 comm::JobPtr make_job(int rank, int world, py::function open) {
   return std::make_shared<Job>(
-      rank, world, [open = shared_function(std::move(open))](const std::string& key, const comm::SubMesh& members) {
+      rank, world,
+      [open = shared_function(std::move(open))](const std::string& key, const comm::SubMesh& members, bool in_memory) {
         py::gil_scoped_acquire locked;
-        return (*open)(key, members.ranks).cast<comm::CommunicatorPtr>();
+        return (*open)(key, members.ranks, in_memory).cast<comm::CommunicatorPtr>();
       });
 }
 
@@ -47,12 +46,6 @@ DS_BINDINGS(m) {
       .def(py::init([](int world, const std::vector<AxisArgs>& axes) { return ProcessGrid(world, axes_of(axes)); }),
            "world"_a, "axes"_a)
       .def(
-          "split",
-          [](ProcessGrid& grid, const std::string& axis, const AxisArgs& outer, const AxisArgs& inner) {
-            grid.split(axis, axis_of(outer), axis_of(inner));
-          },
-          "axis"_a, "outer"_a, "inner"_a)
-      .def(
           "fold",
           [](ProcessGrid& grid, const std::string& name, const Axes& from, const std::vector<AxisArgs>& to) {
             grid.fold(name, from, axes_of(to));
@@ -60,9 +53,7 @@ DS_BINDINGS(m) {
           "name"_a, "from_"_a, "to"_a)
       .def("size", &ProcessGrid::size, "axes"_a)
       .def("list", &ProcessGrid::list, "axes"_a, "rank"_a)
-      .def("lists", &ProcessGrid::lists, "axes"_a)
-      .def("index", &ProcessGrid::index, "axes"_a, "rank"_a);
-  m.def("fold_experts", &plan::fold_experts, "grid"_a, "name"_a, "from_"_a, "expert"_a, "data_first"_a);
+      .def("lists", &ProcessGrid::lists, "axes"_a);
 
   py::enum_<Purpose>(m, "Purpose")
       .value("REDUCE", Purpose::kReduce)
@@ -81,9 +72,8 @@ DS_BINDINGS(m) {
             mesh.fold(name, from, axes_of(to));
           },
           "name"_a, "from_"_a, "to"_a)
-      .def_property_readonly("has_grid", &ProcessMesh::has_grid)
+      .def("fold_lists", &ProcessMesh::fold_lists, "name"_a, "lists"_a)
       .def("size", &ProcessMesh::size, "axes"_a)
-      .def("rank", &ProcessMesh::rank, "axes"_a)
       .def(
           "ranks", [](const ProcessMesh& mesh, const Axes& axes) { return mesh.sub(axes).ranks; }, "axes"_a)
       .def(

@@ -16,7 +16,7 @@
 #include "bindings/engine/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "comm/communicator.h"
-#include "comm/transports/local_communicator.h"
+#include "comm/process_mesh.h"
 #include "zero/engine.h"
 #include "zero/states/state_sources.h"
 
@@ -35,33 +35,7 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 // an earlier rank has a copy)
 using ParamRow =
     std::tuple<at::Tensor, std::string, int32_t, int32_t, int, zero::ShardedParamPtr, std::string, std::string>;
-using Groups = std::map<std::string, py::object>;       // of EngineRanks, by their names there: Communicators
 using Pieces = std::vector<c10::optional<at::Tensor>>;  // one for each that this rank owns
-
-comm::CommunicatorPtr native(const py::object& group) {
-  if (group.is_none()) return comm::local_communicator();
-  return group.cast<comm::CommunicatorPtr>();
-}
-
-zero::EngineRanks engine_ranks(Groups groups) {
-  const auto take = [&](const char* name) -> comm::CommunicatorPtr {
-    const auto found = groups.extract(name);
-    return found.empty() || found.mapped().is_none() ? nullptr : native(found.mapped());
-  };
-  zero::EngineRanks ranks;
-  ranks.data_parallel = take("data_parallel");
-  if (!ranks.data_parallel) ranks.data_parallel = comm::local_communicator();
-  ranks.tensor = take("tensor");
-  ranks.pipe = take("pipe");
-  if (const auto found = groups.extract("gathers"); !found.empty())
-    ranks.gathers = [open = shared_function(py::function(found.mapped()))] {
-      py::gil_scoped_acquire locked;
-      return native((*open)());
-    };
-  ranks.replicas = take("replicas");
-  for (const auto& [name, group] : groups) ranks.others[name] = native(group);
-  return ranks;
-}
 
 // The rule of each parameter group; none: the optimizer has no native rule.
 zero::OptimizerRules rules_named(const std::vector<std::optional<std::string>>& names) {
@@ -71,25 +45,31 @@ zero::OptimizerRules rules_named(const std::vector<std::optional<std::string>>& 
 }
 
 std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
-                                    const std::vector<zero::ShardedParamPtr>& others, const Groups& groups,
-                                    const PyConfig& config, int threads, const py::object& grad_dtype, int rank,
+                                    const std::vector<zero::ShardedParamPtr>& others, comm::ProcessMeshPtr mesh,
+                                    const PyConfig& config, int threads, const py::object& grad_dtype,
                                     const std::vector<std::optional<std::string>>& rules,
                                     std::shared_ptr<zero::Window> window) {
-  const zero::EngineRanks ranks = engine_ranks(groups);
-  try {
-    const auto options = zero::engine_options(
-        config.config, {threads, ranks.count(), optional_dtype(grad_dtype), rank, rules_named(rules)});
-    std::vector<zero::ParamSpec> specs;
-    for (const auto& [tensor, name, group, order, form, shard, rule, copied_along] : params)
-      specs.push_back({tensor, name, group, order, options.policy.shards_params() ? shard : nullptr,
-                       static_cast<zero::GradForm>(form), rule, copied_along});
+  const zero::StagePolicy policy = zero::policy_of(config.config);
+  std::vector<zero::ParamSpec> specs;
+  for (const auto& [tensor, name, group, order, form, shard, rule, copied_along] : params)
+    specs.push_back({tensor, name, group, order, policy.shards_params() ? shard : nullptr,
+                     static_cast<zero::GradForm>(form), rule, copied_along});
+  const int rank = mesh->job().rank(), ranks = mesh->size(plan::same_weights());
+  const c10::optional<at::ScalarType> dtype = optional_dtype(grad_dtype);
+  zero::MeshSpacesPtr spaces;
+  {
     py::gil_scoped_release unlocked;
-    return std::make_shared<Engine>(std::move(specs), others, options, ranks, std::move(window));
+    spaces = std::make_shared<zero::MeshSpaces>(std::move(mesh), policy, specs, others);
+  }
+  try {
+    const auto options = zero::engine_options(config.config, {threads, ranks, dtype, rank, rules_named(rules)});
+    py::gil_scoped_release unlocked;
+    return std::make_shared<Engine>(std::move(specs), others, options, spaces, std::move(window));
   } catch (const Error& error) {
     // A folder or file that this rank alone cannot make or lock.
     if (error.kind() == ErrorKind::kRuntime) {
       py::gil_scoped_release unlocked;
-      zero::tell_ranks(ranks, error);
+      spaces->abort(zero::lone_text(*spaces->data_parallel(), error));
     }
     throw;
   }
@@ -247,8 +227,8 @@ DS_BINDINGS(m) {
       });
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init(&make_engine), py::kw_only(), "params"_a, "others"_a, "groups"_a, "config"_a, "threads"_a,
-           "grad_dtype"_a, "rank"_a, "rules"_a, "window"_a)
+      .def(py::init(&make_engine), py::kw_only(), "params"_a, "others"_a, "mesh"_a, "config"_a, "threads"_a,
+           "grad_dtype"_a, "rules"_a, "window"_a)
       .def_property_readonly("window", [](Engine& engine) { return engine.backward().window(); })
       .def("register_hooks", of(&Engine::backward, &BackwardSession::register_hooks))
       .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), "outputs"_a)
@@ -415,18 +395,19 @@ DS_BINDINGS(m) {
              for (const auto& [what, bytes] : engine.params().held_bytes()) result[py::str(what)] = bytes;
              return result;
            })
+      .def_property_readonly("communicators", [](Engine& engine) { return engine.spaces().communicators(); })
       .def("traffic",
            [](Engine& engine) {
-             const comm::Traffic& traffic = engine.data_parallel().traffic();
+             const comm::Traffic& traffic = engine.spaces().data_parallel()->traffic();
              py::dict result;
              result["calls"] = traffic.calls;
              result["elements"] = traffic.elements;
              result["bytes"] = traffic.bytes;
              return result;
            })
-      .def("reset_traffic", [](Engine& engine) { engine.data_parallel().reset_traffic(); })
+      .def("reset_traffic", [](Engine& engine) { engine.spaces().data_parallel()->reset_traffic(); })
       .def_property_readonly("policy", &Engine::policy, py::return_value_policy::reference)
-      .def_property_readonly("communicator", [](Engine& engine) { return engine.data_parallel().name(); })
+      .def_property_readonly("communicator", [](Engine& engine) { return engine.spaces().data_parallel()->name(); })
       .def("used",
            [](Engine& engine) {
              std::vector<bool> used;

@@ -12,9 +12,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // All leading dimensions as one; -1 would not do for a tensor without elements.
-at::Tensor rows_of(const at::Tensor& tensor) {
-  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
-}
+at::Tensor rows_of(const at::Tensor& tensor) { return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2); }
 
 struct LinearFunctionForZeroStage3 : torch::autograd::Function<LinearFunctionForZeroStage3> {
   static constexpr bool is_traceable = true;  // by torch's compiled autograd: the backward has operators only

@@ -2,6 +2,9 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
+#include "base/error.h"
 #include "base/ranges.h"
 #include "zero/gathers/sources/staged_gather.h"
 
@@ -38,6 +41,38 @@ void ShardSource::refresh_together(comm::Communicator& communicator, const std::
   }
   for (const auto& gather : pending)
     for (const ShardedParam* param : gather->params()) gather->take(*param);
+}
+
+namespace {
+
+// By order. Filled before main.
+std::vector<ShardSourceRow>& source_rows() {
+  static std::vector<ShardSourceRow> all;
+  return all;
+}
+
+bool fits(const ShardSourceRow& row, const SourceParts& parts, const std::function<bool(bool)>& on_all) {
+  return row.fits == nullptr || on_all(row.fits(parts));
+}
+
+}  // namespace
+
+ShardSourceRegistration::ShardSourceRegistration(ShardSourceRow row) {
+  source_rows().push_back(std::move(row));
+  std::stable_sort(source_rows().begin(), source_rows().end(),
+                   [](const ShardSourceRow& a, const ShardSourceRow& b) { return a.order < b.order; });
+}
+
+ShardSourcePtr source_of(SourceParts parts, const std::string& named, const std::function<bool(bool)>& on_all) {
+  std::string known;
+  for (const ShardSourceRow& row : source_rows()) {
+    known += (known.empty() ? "" : ", ") + row.name;
+    if (!named.empty() && row.name != named) continue;
+    if (fits(row, parts, on_all)) return row.make(std::move(parts));
+    if (!named.empty())
+      fail(ErrorKind::kValue, "the source '", named, "' of gathered parameters does not fit the ranks of this engine");
+  }
+  fail(ErrorKind::kValue, "'", named, "' is not a source of gathered parameters; the sources are: ", known);
 }
 
 }  // namespace ds::zero

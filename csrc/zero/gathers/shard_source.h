@@ -14,6 +14,7 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -22,6 +23,7 @@
 #include "comm/shared_memory/peer_memory.h"
 #include "zero/gathers/gather_buffers.h"
 #include "zero/spaces/sharded_param.h"
+#include "zero/spaces/space_ranks.h"
 
 namespace ds::zero {
 
@@ -30,6 +32,7 @@ struct GatherGroup {
   comm::CommunicatorPtr ranks;
   std::vector<ShardedParamPtr> params;
   comm::PeerMemoryPtr memory;  // in which their slices lie; null: there is none
+  SpaceRanks space{};          // of the parameters; it opens communicators of an order of their own, or over other axes
 };
 
 class ShardSource {
@@ -91,11 +94,32 @@ using ShardSourcePtr = std::shared_ptr<ShardSource>;
 // Every gather is a collective that all ranks issue in the same order: while a model is being built.
 ShardSourcePtr collective_source(comm::CommunicatorPtr communicator);
 
-// Copies from the owners' memory, in which the shards of every parameter lie at the same offset.
-ShardSourcePtr peer_source(std::vector<GatherGroup> groups, std::shared_ptr<storage::ShardStorage> storage);
+// The objects that the source of an engine is made of.
+struct SourceParts {
+  std::vector<ShardedParamPtr> params;  // of all groups, numbered alike on all ranks
+  // The ranks of the first group are those that agree: they include the others that this rank meets.
+  std::vector<GatherGroup> groups;
+  std::shared_ptr<storage::ShardStorage> storage;
+};
 
-// Collectives in a learned order; `params` numbers the parameters of all groups alike on all ranks. The ranks of the
-// first group are those that agree: they include the others that this rank meets.
+// Adding a source is adding a file with a ShardSourceRegistration. An engine has the first registered source, by
+// `order`, that fits on all ranks; a space rule may name another one (SpaceAxes::source).
+struct ShardSourceRow {
+  std::string name;
+  int order;                         // lower ones are asked first
+  bool (*fits)(const SourceParts&);  // on this rank; null: always
+  ShardSourcePtr (*make)(SourceParts);
+};
+
+struct ShardSourceRegistration {
+  explicit ShardSourceRegistration(ShardSourceRow row);
+};
+
+// `on_all(here)`: whether it is true on all ranks, which call it together. Fails where `named` is unknown, or does not
+// fit.
+ShardSourcePtr source_of(SourceParts parts, const std::string& named, const std::function<bool(bool)>& on_all);
+
+// Collectives in a learned order.
 ShardSourcePtr scheduled_source(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,
                                 std::shared_ptr<storage::ShardStorage> storage);
 

@@ -26,12 +26,8 @@ class BucketReduction {
   void choose_way(GradBucket& bucket) { bucket.way = way_of({store_, device_, options_, memory_}, bucket); }
 
   // The factors of gradients before the sum over the ranks, and of the sum after it.
-  float before(const GradBucket& bucket) const {
-    return alone(bucket) ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
-  }
-  float after(const GradBucket& bucket) const {
-    return alone(bucket) ? 1.0f : static_cast<float>(options_.postscale) * ranks(bucket).scale_after;
-  }
+  float before(const GradBucket& bucket) const { return alone(bucket) ? 1.0f : static_cast<float>(options_.predivide); }
+  float after(const GradBucket& bucket) const { return alone(bucket) ? 1.0f : static_cast<float>(options_.postscale); }
   // In place: what another reduction multiplies an earlier sum by. 1 where it is the mean over the space's ranks.
   double again(const GradBucket& bucket) const {
     return static_cast<double>(before(bucket)) * after(bucket) * ranks(bucket).replicas->size();

@@ -1,10 +1,10 @@
 // The ranks over which the elements of a space are spread.
 #pragma once
 #include <functional>
-#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "plan/spaces/space_rule.h"
 
 namespace ds::zero {
 
@@ -22,12 +22,10 @@ struct SpaceRanks {
   // The sum of squares of what this rank owns is added up over these, one after the other: `shard`, then the ranks with
   // other elements of the same layers (experts: the expert-parallel ranks), last those with other layers.
   std::vector<NormRanks> norm_over;
-  // As `shard`, with an order of its own: asked where values are gathered by collectives. Unset: `shard` itself.
-  std::function<comm::CommunicatorPtr()> gathers{};
-  // Gradients are multiplied by these before and after the sum, beside what the engine's options say.
-  float scale_before = 1.0f, scale_after = 1.0f;
-  // The registered way in which gradients are added up over these ranks (zero/gradients/ways). "": the first that fits.
-  std::string way{};
+  plan::SpaceAxes axes{};  // what the rule has answered
+  // Opens the communicator of the ranks along some axes of the mesh for a purpose; all of these ranks call it. For a
+  // way to reduce or a source that exchanges over more than the above.
+  std::function<comm::CommunicatorPtr(const plan::Axes&, plan::Purpose)> open{};
 
   bool alone() const { return shard->size() == 1 && replicas->size() == 1; }
   // This rank, for messages.
@@ -45,12 +43,11 @@ inline bool operator==(const NormRanks& a, const NormRanks& b) {
 
 // Both reduce over the same ranks.
 inline bool reduce_alike(const SpaceRanks& a, const SpaceRanks& b) {
-  return same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas) && a.way == b.way;
+  return same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas) && a.axes.way == b.axes.way;
 }
 
 inline bool operator==(const SpaceRanks& a, const SpaceRanks& b) {
-  return reduce_alike(a, b) && a.norm_over == b.norm_over && a.scale_before == b.scale_before &&
-         a.scale_after == b.scale_after;
+  return reduce_alike(a, b) && a.norm_over == b.norm_over;
 }
 
 }  // namespace ds::zero

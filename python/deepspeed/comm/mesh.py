@@ -146,9 +146,10 @@ def take_over_groups():
     return kept[0]
 
 
-def _open(backend, key, ranks):
+def _open(backend, key, ranks, in_memory):
     """A native communicator, and what it goes over: that ends with its last holder, without the interpreter's lock,
-    which gloo's threads may need. torch's tables do not know it."""
+    which gloo's threads may need. torch's tables do not know it. ``in_memory``: ranks of one host exchange through its
+    memory."""
     store = dist.PrefixStore(f"deepspeed/{backend}/{key}", dist.distributed_c10d._get_default_store())
     rank, size, timeout = ranks.index(dist.get_rank()), len(ranks), default_timeout()
     nccl = None
@@ -159,7 +160,7 @@ def _open(backend, key, ranks):
         group = gloo.meet(store, rank, size, timeout)[1]
     else:
         group = _meet(ranks, f"deepspeed/{key}", backend)
-    return _native._C.Communicator(
+    made = _native._C.Communicator(
         group,
         shared=backend == shm.NAME,
         timeout=timeout,
@@ -167,6 +168,9 @@ def _open(backend, key, ranks):
         store=board_store(f"{backend}/{key}"),
         nccl=nccl,
     )
+    if not in_memory:
+        return made
+    return _native._C.Communicator(made, shared=True, timeout=timeout, facts=group_facts("data parallel"))
 
 
 def _meet(ranks, name, backend):

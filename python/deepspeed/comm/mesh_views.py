@@ -1,11 +1,11 @@
-"""Views of the mesh: named groups of ``deepspeed.utils.groups``, and the ranks that an engine trains on."""
+"""Views of the mesh: named groups of ``deepspeed.utils.groups``, and the ranks along the axes of an engine's mesh."""
 
 import functools
 
 from deepspeed import _native
 from deepspeed.comm import mesh
 from deepspeed.comm import process_group as dist
-from deepspeed.config.world import sequence_ranks
+from deepspeed.config.world import job_grid, sequence_ranks
 
 
 class Members:
@@ -70,9 +70,9 @@ def clear():
     mesh.made_here().views.clear()
 
 
-def grid(*axes, world=None):
-    """The native ``ProcessGrid`` over all ranks: ``(name, size, key)``, outer to inner; a size of 0 is what is left."""
-    return _native._C.ProcessGrid(dist.get_world_size() if world is None else world, list(axes))
+def of_job(**axes):
+    """The native ``ProcessGrid`` over all ranks: see ``config.world.job_grid``."""
+    return job_grid(dist.get_world_size(), **axes)
 
 
 def numbered(made, ranks=(), group=None):
@@ -84,7 +84,7 @@ def numbered(made, ranks=(), group=None):
 # ---- an engine's -----------------------------------------------------------------------------------------------------
 Purpose = _native._C.Purpose
 SAME_WEIGHTS = ["dp", "sp"]  # axes of the ranks that train the same parameters
-MICS = ["dp.mics"], ["dp.replicas"]  # of those that hold the other shards, and that hold the same one
+REPLICAS = ["dp.replicas"]  # axes of the ranks that hold the same shards under MiCS
 
 
 def adopted(group, **others):
@@ -103,30 +103,9 @@ def over(native, ranks, purpose):
     return native.over(ranks, ranks.index(dist.get_rank() if dist.is_initialized() else 0), purpose)
 
 
-def expert_communicators(native, name, copies, kinds):
-    """Native communicators over the fold ``name`` of the mesh ``native``: of the ranks ``copies`` that train the same
-    experts, and ``kinds`` that have one rank of each kind. ValueError where they are not a fold of the data-parallel
-    ranks, or of these and the tensor-parallel ones."""
-    line = native.ranks(SAME_WEIGHTS)
-    axes = SAME_WEIGHTS if len(copies) * len(kinds) <= len(line) else [*SAME_WEIGHTS, "tp"]
-    line = native.ranks(axes)
-    to, found = [("edp", len(copies), ""), ("ep", len(kinds), "expert_parallel_size")], []
-    if {*copies, *kinds} <= set(line):
-        neighbours = len(kinds) == 1 or abs(line.index(kinds[0]) - line.index(kinds[1])) == 1
-        native.fold(name, axes, to if neighbours else to[::-1])
-        found = [native.ranks([f"{name}.edp"]), native.ranks([f"{name}.ep"])]
-    if found != [list(copies), list(kinds)]:
-        raise ValueError(
-            f"rank {dist.get_rank()}: expert-data-parallel ranks {list(copies)} and expert-parallel ranks "
-            f"{list(kinds)} do not form a grid over the data-parallel ranks {line}. Use consecutive ranks of {line} "
-            "for one of the two"
-        )
-    return [native.communicator([f"{name}.{axis}"], Purpose.EXPERTS) for axis in ("edp", "ep")]
-
-
 def adopted_by_all():
     """A native communicator over all ranks of the job, for small messages. Made by all of them."""
-    return adopted(dist.get_world_group()).communicator(["dp"], Purpose.CONTROL)
+    return numbered(of_job()).communicator(["dp"], Purpose.CONTROL)
 
 
 def gathers(group):
@@ -142,7 +121,7 @@ def cut_for_mics(native, size):
     """Runs of ``size`` data-parallel ranks share one copy of the model. Returns torch's group of them."""
     to = [("replicas", 0, ""), ("mics", size, "zero_optimization.mics_shard_size")]
     native.fold("dp", SAME_WEIGHTS, to)
-    return mesh.group_over(native.ranks(MICS[0]))
+    return mesh.group_over(native.ranks(["dp.mics"]))
 
 
 PIPELINE = "pipeline_model", "pipe"  # the names that mpus have for stages
@@ -169,9 +148,9 @@ def _ask_all(mpu, kind):
     return [getattr(mpu, name)() for name in names]
 
 
-class EngineRanks:
-    """Groups and sizes of an engine, those of ``mpu`` where the caller brings one; else all ranks train the same
-    parameters.
+class EngineMesh:
+    """The mesh of an engine, and torch's groups along its axes: those of ``mpu`` where the caller brings one; else all
+    ranks train the same parameters.
 
     ``dp_*``: the ranks that train the same parameters. ``data_*``: those of them that see different data, which are
     fewer where ranks share sequences: ``sp_*``. ``sequences``: without an mpu, the ``Members`` of these three.
@@ -203,27 +182,14 @@ class EngineRanks:
             self.dp_group, self.dp_world_size, self.dp_rank = _ask_all(mpu, "sequence_data")
             self.sp_group, self.sp_world_size, self.sp_rank = _ask_all(mpu, "sequence")
 
-    def cut_for_mics(self, size):
-        """See ``cut_for_mics``."""
-        return cut_for_mics(self.mesh, size)
-
     @functools.cached_property
     def mesh(self):
         """The native one, of this engine alone, with the axes pp, dp, sp and tp; made by all its ranks."""
+        if self.mpu is None and dist.is_initialized():
+            return numbered(of_job(sp=(self.sp_world_size, "sequence_parallel_size")))
         data = self.data_group if self.dp_world_size > 1 else None
         shared = {} if self.sp_group is None else {"sp": self.sp_group, "dp,sp": self.dp_group}
         return adopted(data, tp=self.mp_group, **shared)
-
-    def communicator(self, axes, purpose):
-        """A native communicator of this engine alone, over ``axes``; None where that is one rank."""
-        if self.dp_world_size == self.mp_world_size == 1:
-            return None
-        return self.mesh.communicator(axes, purpose) if self.mesh.size(axes) > 1 else None
-
-    def model_ranks(self):
-        """The same among the ranks that hold other slices of the same layers, and among those that hold other layers:
-        by their names in csrc/zero/spaces/engine_ranks.h, where there are such ranks."""
-        return {} if self.mp_group is None else {"tensor": self.communicator(["tp"], Purpose.CONTROL)}
 
     def copied_along(self, param):
         """The axis along which an earlier rank trains a copy of ``param``, as Megatron marks weights; "" for none."""

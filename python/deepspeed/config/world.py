@@ -4,11 +4,23 @@ import os
 
 import torch
 
+from deepspeed import _native
 from deepspeed._native import DeepSpeedConfigError
 
 MESH_DIMENSION, SEQUENCE_DIMENSION = "data_parallel", "sequence_parallel"
 ENVIRONMENT = "the environment variable WORLD_SIZE"
 UNKNOWN = "no WORLD_SIZE is set"
+
+
+def job_grid(ranks, **axes):
+    """The native ``ProcessGrid`` of a job of ``ranks``: the axes pp, dp, sp and tp, outer to inner.
+
+    ``axes``: ``(size, key)`` of an axis by its name, where ``key`` is what a user calls that size. Other axes have one
+    rank, but for dp, which has the ranks that are left. An axis of another name is the innermost. ValueError where the
+    sizes do not fit, with sizes that do.
+    """
+    sizes = {"pp": (1, ""), "dp": (0, ""), "sp": (1, ""), "tp": (1, ""), **axes}
+    return _native._C.ProcessGrid(ranks, [(axis, *size) for axis, size in sizes.items()])
 
 
 class MeshShape:
@@ -104,9 +116,8 @@ def data_parallel_size(
     shared = sequence_parallel_size or 1
     if shared == 1:
         return total, source
-    if total % shared:
-        raise DeepSpeedConfigError(
-            f"sequence_parallel_size = {shared} does not divide the {total} ranks ({source}). "
-            f"Choose a divisor of {total}."
-        )
-    return total // shared, f"{total} ranks ({source}) / sequence_parallel_size {shared}"
+    try:
+        ranks = job_grid(total, sp=(shared, "sequence_parallel_size")).size(["dp"])
+    except ValueError as error:
+        raise DeepSpeedConfigError(f"{error} ({source} tells the number of ranks)") from None
+    return ranks, f"{total} ranks ({source}) / sequence_parallel_size {shared}"

@@ -20,7 +20,7 @@ from deepspeed.engine.arguments import find_device_index, find_local_rank
 from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.finalizers import unlink_when_dropped
 from deepspeed.engine.members import engine_parts, run_hooks
-from deepspeed.engine.mesh import ranks_of
+from deepspeed.engine.mesh import mesh_of
 from deepspeed.host.blas import blas_warning
 from deepspeed.host.product_error import product_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
@@ -37,7 +37,7 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
 class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments. Its parts bring most members: ``members.py``."""
 
-    _ranks = ranks_of
+    _ranks = mesh_of
     has_moe_layers = False  # whether the model has layers of deepspeed.moe
     _destroyed = _taken_over = False
 

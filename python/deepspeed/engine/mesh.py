@@ -3,16 +3,16 @@
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm.mesh_views import EngineRanks
+from deepspeed.comm.mesh_views import EngineMesh
 from deepspeed.config.world import MESH_DIMENSION, SEQUENCE_DIMENSION, MeshShape
 from deepspeed.utils import groups
 
 
-def ranks_of(engine, mpu):
-    """The ``EngineRanks`` of an engine. Every rank of the job calls it. Without an mpu ``engine.mesh_device`` becomes
+def mesh_of(engine, mpu):
+    """The ``EngineMesh`` of an engine. Every rank of the job calls it. Without an mpu ``engine.mesh_device`` becomes
     torch's mesh, where torch has them."""
     if mpu is not None:
-        return EngineRanks(mpu)
+        return EngineMesh(mpu)
     size = engine._config.sequence_parallel_size or 1
     if (
         isinstance(engine.mesh_device, MeshShape)
@@ -25,4 +25,4 @@ def ranks_of(engine, mpu):
         groups._use_mesh(engine.mesh_device)
     elif size > 1:
         groups._create_sequence_parallel(size)
-    return EngineRanks(sequences=groups._sequence_members() if size > 1 else None)
+    return EngineMesh(sequences=groups._sequence_members() if size > 1 else None)

@@ -11,7 +11,7 @@ from deepspeed.engine.pipeline_parts.execution import INSTRUCTIONS
 from deepspeed.log import log_dist
 from deepspeed.pipe.failures import PipelineError
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.pipe.ranks import PipelineRanks
+from deepspeed.pipe.ranks import PipelineMesh
 from deepspeed.utils.forwarding import answers_from
 
 _DTYPES = [
@@ -65,7 +65,7 @@ class PipelineEngine(DeepSpeedEngine):
             "managed_gradient_accumulation false is not supported with pipeline parallelism: train_batch() decides "
             "when gradients are reduced; leave the key out"
         )
-        return PipelineRanks(mpu)
+        return PipelineMesh(mpu)
 
     # ---- a batch -----------------------------------------------------------------------------------------------------
     def train_batch(self, data_iter=None):

@@ -180,19 +180,21 @@ class InferenceEngine(torch.nn.Module):
             fail("", f"ep_size={size} ranks cannot share {fewest} experts evenly, nor slices of them")
         if size > 1:
             if self.inference_ep_group is None and shared > 1:
-                self.inference_ep_group = mesh.group_over(self._ranks(shared, slices, ["ep"]))
+                self.inference_ep_group = mesh.group_over(self._ranks(shared, slices, ["experts.ep"]))
             if self.expert_mp_group is None and slices > 1:
-                self.expert_mp_group = mesh.group_over(self._ranks(shared, slices, ["slice"]))
+                self.expert_mp_group = mesh.group_over(self._ranks(shared, slices, ["experts.slice"]))
             if self._config.tensor_parallel.tp_size > 1:
-                self.inference_mp_group = mesh.group_over(self._ranks(shared, slices, ["tp.tp"]))
+                self.inference_mp_group = mesh.group_over(self._ranks(shared, slices, ["alike.tp"]))
         return shared, slices
 
     def _ranks(self, shared, slices, axes):
-        """Ranks that differ from this one along ``axes`` only: "dp" (other copies of all experts), "ep", "slice" (other
-        slices of the same experts: neighbours), and "tp.tp", the neighbours that bring the same tokens."""
-        grid = mesh_views.grid(("dp", 0, ""), ("ep", shared, ""), ("slice", slices, ""))
+        """Ranks that differ from this one along ``axes`` only: "experts.dp" (other copies of all experts),
+        "experts.ep", "experts.slice" (other slices of the same experts: neighbours), and "alike.tp", the neighbours
+        that bring the same tokens."""
+        grid = mesh_views.of_job()
+        grid.fold("experts", ["dp"], [("dp", 0, ""), ("ep", shared, ""), ("slice", slices, "")])
         alike = ("tp", self._config.tensor_parallel.tp_size, "tensor_parallel.tp_size")
-        grid.fold("tp", ["dp", "ep", "slice"], [("dp", 0, ""), alike])
+        grid.fold("alike", ["dp"], [("dp", 0, ""), alike])
         return grid.list(axes, dist.get_rank())
 
     def _share(self, layers):

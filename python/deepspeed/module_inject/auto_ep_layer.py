@@ -230,8 +230,8 @@ class AutoEPMoELayer(torch.nn.Module):
         if rank != self.ep_rank:
             fail(self.layer_name, f"it has the experts of ep_rank={self.ep_rank}, and is rank {rank} of its group")
         ranks = {
-            f"expert_data_parallel.{name}": dist.get_all_ranks_from_group(copies),
-            f"expert_parallel.{name}": dist.get_all_ranks_from_group(self.ep_group),
+            "edp": dist.get_all_ranks_from_group(copies),
+            "ep": dist.get_all_ranks_from_group(self.ep_group),
         }
         rows = (self.ep_rank * self.num_local_experts, self.num_experts)
         for param in self.experts.parameters():

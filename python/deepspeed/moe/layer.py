@@ -126,8 +126,8 @@ class MoE(torch.nn.Module):
             return
         copies = groups._get_expert_data_parallel_group(name)
         ranks = {
-            f"expert_data_parallel.{name}": groups._get_expert_data_parallel_group_ranks(name),
-            f"expert_parallel.{name}": groups._get_expert_parallel_group_ranks(name),
+            "edp": groups._get_expert_data_parallel_group_ranks(name),
+            "ep": groups._get_expert_parallel_group_ranks(name),
         }
         share_anew(self.deepspeed_moe.experts, copies)
         for param in self.deepspeed_moe.experts.parameters():

@@ -6,14 +6,12 @@ import os
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import mesh, mesh_views
-from deepspeed.comm.mesh_views import EngineRanks, Purpose
+from deepspeed.comm.mesh_views import EngineMesh, Purpose
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
 
-_AXES = {"pipe": "pp", "data": "dp", "sequence": "sp", "model": "tp"}  # of topologies, and of meshes
 
-
-class PipelineRanks(EngineRanks):
+class PipelineMesh(EngineMesh):
     """Those of ``grid``, a ``PipelineParallelGrid``. Norms go over all stages and slices of a copy."""
 
     def __init__(self, grid):
@@ -24,15 +22,8 @@ class PipelineRanks(EngineRanks):
 
     @functools.cached_property
     def mesh(self):
-        """The native one: the topology, with the names that axes have in all meshes."""
-        topology = self.grid.topology()
-        axes = [(_AXES.get(axis, axis), dim, axis) for axis, dim in zip(topology.axes, topology.dims)]
-        axes += [(axis, 1, "") for given, axis in _AXES.items() if given not in topology.axes]
-        made = mesh_views.grid(*axes, world=self.grid.world_size)
-        return mesh_views.numbered(made, self.grid._ranks, self.grid.ds_model_proc_group)
-
-    def model_ranks(self):
-        return {role: self.communicator([axis], Purpose.CONTROL) for role, axis in (("tensor", "tp"), ("pipe", "pp"))}
+        """The native one: the grid of the topology."""
+        return mesh_views.numbered(self.grid.topology().grid, self.grid._ranks, self.grid.ds_model_proc_group)
 
     def copied_along(self, param):
         """Tied weights are copied along the stages, parameters that no attribute calls split along the slices."""

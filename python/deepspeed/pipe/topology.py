@@ -4,15 +4,19 @@ import functools
 import itertools
 from collections import namedtuple
 
+from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import mesh, mesh_views
 from deepspeed.utils.forwarding import answers_from, forwarded
+
+MESH_AXES = {"pipe": "pp", "data": "dp", "sequence": "sp", "model": "tp"}  # axes of topologies -> those of meshes
 
 
 class ProcessTopology:
     """Ranks 0, 1, 2 ... over ``axes`` of sizes ``dims``, outer to inner: neighbours differ in the last axis.
 
-    ``ProcessTopology(["pipe", "data"], [2, 4]).get_rank(pipe=1, data=0)`` is 4.
+    ``ProcessTopology(["pipe", "data"], [2, 4]).get_rank(pipe=1, data=0)`` is 4. ``grid``: the native one, whose axes
+    have the names of all meshes (``MESH_AXES``).
     """
 
     def __init__(self, axes, dims):
@@ -22,8 +26,9 @@ class ProcessTopology:
         self.ProcessCoord = namedtuple("ProcessCoord", self.axes)
         coordinates = itertools.product(*(range(dim) for dim in self.dims))
         self.mapping = {self.ProcessCoord(*coordinate): rank for rank, coordinate in enumerate(coordinates)}
-        named = [(axis, dim, axis) for axis, dim in zip(self.axes, self.dims)]
-        self._grid = mesh_views.grid(*named, world=len(self.mapping))
+        named = [(MESH_AXES.get(axis, axis), dim, axis) for axis, dim in zip(self.axes, self.dims)]
+        named += [(own, 1, "") for axis, own in MESH_AXES.items() if axis not in self.axes]
+        self.grid = _native._C.ProcessGrid(len(self.mapping), named)
 
     def _known(self, names):
         wrong = [name for name in names if name not in self.axes]
@@ -67,7 +72,7 @@ class ProcessTopology:
 
     def get_axis_comm_lists(self, axis):
         """Lists of ranks that differ along ``axis`` only; none where there is no such axis."""
-        return self._grid.lists([axis]) if axis in self.axes else []
+        return self.grid.lists([MESH_AXES.get(axis, axis)]) if axis in self.axes else []
 
     def filter_match(self, **filter_kwargs):
         """Ranks whose coordinates are these."""
@@ -85,7 +90,7 @@ class ProcessTopology:
 
     def along(self, axes, rank):
         """Ranks that differ from ``rank`` along ``axes`` only, itself among them; axes that there are not count 1."""
-        return self._grid.list([axis for axis in axes if axis in self.axes], rank)
+        return self.grid.list([MESH_AXES.get(axis, axis) for axis in axes if axis in self.axes], rank)
 
     def __str__(self):
         return f"{type(self).__name__}({', '.join(f'{axis}={dim}' for axis, dim in zip(self.axes, self.dims))})"

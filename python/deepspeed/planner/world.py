@@ -149,7 +149,7 @@ class World:
         ranks = [dist.get_global_rank(group, one) for one in range(dist.get_world_size(group))]
         return self._communicator(dist.get_rank(group), len(ranks), "torch.distributed", self.machine.link(ranks))
 
-    def _open(self, key, ranks):
+    def _open(self, key, ranks, in_memory):
         peers = dist.PrefixStore(key, self._store) if set(ranks) <= set(self.peers) else None
         return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks), peers)
 

@@ -124,5 +124,5 @@ class DeepSpeedZeroOptimizer_Stage3(SlicedOptimizer):
             clip_grad,
             sub_group_size=sub_group_size,
             gathering=gathering,
-            data_parallel=dp_process_group,
+            dp_process_group=dp_process_group,
         )

@@ -76,7 +76,7 @@ class DeepSpeedZeroOptimizer(FlatOptimizer):
             clip_grad,
             partition_grads=partition_grads,
             elastic_checkpoint=elastic_checkpoint,
-            data_parallel=dp_process_group,
+            dp_process_group=dp_process_group,
             grad_dtype=gradient_accumulation_dtype,
             config=None if engine is not None else config,
         )

@@ -3,9 +3,9 @@
 A layer's groups have a name, ``ep_size_<number of ranks that share its experts>``.
 """
 
-from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import mesh_views as views
+from deepspeed.config.world import job_grid
 
 _MAKERS = "groups._create_expert_and_data_parallel (an MoE layer calls it)"
 _EXPERT, _COPIES = "expert-parallel", "expert-data-parallel"
@@ -31,9 +31,10 @@ def _get_expert_parallel_ranks(
 
 def _grid(world_size, tensor_size, expert_size, pipeline_size, data_before_expert):
     """Data-parallel ranks, ``dp``, folded into ``experts.ep`` and ``experts.edp``."""
-    axes = ("pp", pipeline_size, "pipeline_parallel_size"), ("dp", 0, ""), ("tp", tensor_size, "tensor_parallel_size")
-    grid = views.grid(*axes, world=world_size)
-    _native._C.fold_experts(grid, "experts", ["dp"], expert_size, data_before_expert)
+    pipe, tensor = (pipeline_size, "pipeline_parallel_size"), (tensor_size, "tensor_parallel_size")
+    grid = job_grid(world_size, pp=pipe, tp=tensor)
+    axes = [("edp", 0, ""), ("ep", expert_size, "expert_parallel_size")]
+    grid.fold("experts", ["dp"], axes[::-1] if data_before_expert else axes)
     return grid
 
 

@@ -123,9 +123,9 @@ def _init_tp_mesh_device(tensor_model_parallel_size=1, data_parallel_size=None):
     of this rank. Raises ValueError where the product is not the number of ranks.
     """
     if not views.known(_TENSOR):
-        data = ("dp", 0 if data_parallel_size is None else data_parallel_size, "data_parallel_size")
-        tensor = ("tp", tensor_model_parallel_size, "tensor_model_parallel_size")
-        mesh = views.numbered(views.grid(data, tensor))
+        data = (0 if data_parallel_size is None else data_parallel_size, "data_parallel_size")
+        tensor = (tensor_model_parallel_size, "tensor_model_parallel_size")
+        mesh = views.numbered(views.of_job(dp=data, tp=tensor))
         views.make(_TENSOR, mesh, ["tp"])
         views.make(_DATA, mesh, ["dp"])
     return get_data_parallel_group(), get_tensor_model_parallel_group()
@@ -191,7 +191,7 @@ def _create_sequence_parallel(sequence_parallel_size):
             f"{views.get(_SEQUENCE).size} ranks that share sequences. One job has one size; "
             "deepspeed.utils.groups.clear() forgets the groups"
         )
-    mesh = views.numbered(views.grid(("dp", 0, ""), ("sp", sequence_parallel_size, "sequence_parallel_size")))
+    mesh = views.numbered(views.of_job(sp=(sequence_parallel_size, "sequence_parallel_size")))
     views.make(_SEQUENCE_DATA, mesh, ["dp", "sp"])
     for name in (_DATA, _SEQUENCE_PEERS):  # the first may be there: of tensor parallelism
         views.make(name, mesh, ["dp"])
@@ -240,8 +240,9 @@ def _create_zero_param_parallel_group(group_size):
 
     Raises ValueError when the size does not divide the ranks.
     """
-    mesh = views.numbered(views.grid(("outer", 0, ""), ("inner", group_size, "zero_hpz_partition_size")))
-    return views.make(_ZERO_PARAM, mesh, ["inner"]).group
+    mesh = views.numbered(views.of_job())
+    mesh.fold("dp", ["dp"], [("hpz_groups", 0, ""), ("hpz", group_size, "zero_hpz_partition_size")])
+    return views.make(_ZERO_PARAM, mesh, ["dp.hpz"]).group
 
 
 def _zero_param_parallel_is_initialized():

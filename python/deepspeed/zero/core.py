@@ -5,17 +5,11 @@ import contextlib
 import torch
 
 from deepspeed import _native
-from deepspeed import comm as dist
 from deepspeed.comm import held, mesh_views
-from deepspeed.comm.mesh_views import Purpose
-from deepspeed.comm.timeouts import default_timeout
-from deepspeed.comm.watch import group_facts
 from deepspeed.config.errors import raise_if_broken
 from deepspeed.config.read import read
 from deepspeed.log import logger
-from deepspeed.zero.parameters.param_ranks import groups_of, ranks_of
-
-ROLES = ("data_parallel", "tensor", "pipe", "replicas")
+from deepspeed.zero.parameters.param_ranks import folds_of, ranks_of
 
 
 def build_core(
@@ -27,11 +21,9 @@ def build_core(
     grad_forms=None,
     others=(),
     grad_dtype=None,
-    gathers=None,
     rules=(),
     mesh=None,
     window=None,
-    **groups,
 ):
     """Returns ``(core, names)``.
 
@@ -42,11 +34,10 @@ def build_core(
     parameter -> 1 where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them
     as a sparse tensor, too. ``others``: sharded parameters that are not trained. ``grad_dtype``: in which gradients are
     kept; None: in the parameter's own. ``rules``: of each parameter group (``ops.by_name.rules_of``), for
-    ``zero_optimization.placement``; () counts two states of each element. ``groups``: native communicators by the
-    names of csrc/zero/spaces/engine_ranks.h, None for a single process; ``gathers`` makes that one where it is needed.
-    ``mesh``: the native one, of parameters with ranks of their own; by default one is made. ``window``: the native
-    accumulation window that the caller drives; by default the core has one of its own. The threads of CPU kernels
-    are ``torch.get_num_threads()``.
+    ``zero_optimization.placement``; () counts two states of each element. ``mesh``: the native ``ProcessMesh`` of the
+    ranks that train, with the axes pp, dp, sp and tp; None: this rank trains alone. ``window``: the native accumulation
+    window that the caller drives; by default the core has one of its own. The threads of CPU kernels are
+    ``torch.get_num_threads()``.
     """
     rows = []
     for index, group in enumerate(param_groups):
@@ -60,51 +51,21 @@ def build_core(
     for param in others:
         if ranks_of(param) is not None:
             param.ds_handle.rule = ranks_of(param).rule
-    own = groups_of([*(row[0] for row in rows), *others])
-    if own:
-        groups.update(_open(own, mesh or mesh_views.adopted(dist.get_world_group() if dist.is_initialized() else None)))
-    # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
-    # the bulk through its memory.
-    computes_with = [getattr(param, "ds_handle", param) for param in [*(row[0] for row in rows), *others]]
-    on_cpu = all(one.device.type == "cpu" for one in computes_with)
-    opened = {
-        role: _communicator(groups[role], role.replace("_", " "), shared=on_cpu and role == "data_parallel")
-        for role in [*ROLES, *sorted(groups.keys() - set(ROLES))]  # one order on all ranks
-        if groups.get(role) is not None
-    }
-
-    def open_gathers():
-        made = gathers()
-        if made is not None:
-            opened["gathers"] = _communicator(made, "gathers", shared=False)
-        return opened.get("gathers")
-
+    mesh = mesh_views.adopted(None) if mesh is None else mesh
+    for rule, lists in sorted(folds_of([*(row[0] for row in rows), *others]).items()):
+        mesh.fold_lists(rule, list(lists.items()))
     core = _native._C.Engine(
         params=rows,
         others=[param.ds_handle for param in others],
-        groups=opened if gathers is None else {**opened, "gathers": open_gathers},
+        mesh=mesh,
         config=core_config({}) if config is None else config,
         threads=torch.get_num_threads(),
         grad_dtype=grad_dtype,
-        rank=dist.get_rank() if dist.is_initialized() else 0,
         rules=list(rules),
         window=window,
     )
-    held.hold(core, list(opened.values()))
+    held.hold(core, core.communicators)
     return core, [row[1] for row in rows]
-
-
-def _open(own, mesh):
-    """Native communicators of parameters with ranks of their own, by the names that their rules ask for."""
-    opened = {}
-    for name in sorted(own):
-        kinds = name.replace("expert_data_parallel", "expert_parallel")
-        if kinds != name and kinds in own:
-            fold = "experts" + name[len("expert_data_parallel") :].replace(".", "_")
-            opened[name], opened[kinds] = mesh_views.expert_communicators(mesh, fold, own[name], own[kinds])
-        elif name not in opened:
-            opened[name] = mesh_views.over(mesh, own[name], Purpose.EXPERTS)
-    return opened
 
 
 def writing(core):
@@ -145,7 +106,3 @@ def section_values(section):
     values = section if isinstance(section, dict) else section.model_dump()
     plain = {key: getattr(value, "value", value) for key, value in values.items() if value is not None}
     return {key: value if isinstance(value, (bool, int, float, dict)) else str(value) for key, value in plain.items()}
-
-
-def _communicator(group, name, shared):
-    return _native._C.Communicator(group, shared=shared, timeout=default_timeout(), facts=group_facts(name))

@@ -4,7 +4,7 @@ from collections import namedtuple
 
 from deepspeed import comm as dist
 from deepspeed.comm import mesh
-from deepspeed.comm.mesh_views import MICS, adopted, cut_for_mics
+from deepspeed.comm.mesh_views import REPLICAS, adopted, cut_for_mics
 
 # The group, size and rank of the ranks that share one copy of a model, and of those with the same shard elsewhere.
 MiCS_CommGroups = namedtuple(
@@ -32,7 +32,7 @@ def create_mics_comm_groups(shard_size, dp_group, hierarchical_allgather=False, 
         )
     native = adopted(dp_group if dp_group is not None else dist.get_world_group())
     shards = cut_for_mics(native, shard_size)
-    copies = mesh.group_over(native.ranks(MICS[1]))
+    copies = mesh.group_over(native.ranks(REPLICAS))
     return MiCS_CommGroups(
         shards, dist.get_world_size(shards), dist.get_rank(shards),
         copies, dist.get_world_size(copies), dist.get_rank(copies),

@@ -33,6 +33,11 @@ RankLists strides(const RankList& list, int size) {
   return cut;
 }
 
+void fold_experts(ProcessGrid& grid, const std::string& name, const Axes& from, int expert, bool data_first) {
+  const Axis experts{"ep", expert, "expert_parallel_size"}, copies{"edp", 0, ""};
+  grid.fold(name, from, data_first ? std::vector<Axis>{experts, copies} : std::vector<Axis>{copies, experts});
+}
+
 struct ExpertLists {
   RankLists experts, copies;
 };
@@ -191,8 +196,8 @@ TEST(ProcessGrid, SplitsOfOneAxisStandSideBySide) {
   for (int world : {4, 8, 12, 24, 64}) {
     for (int tensor : {1, 2}) {
       ProcessGrid grid(world, {{"dp", 0, ""}, {"tp", tensor, ""}});
-      grid.split("dp", {"replicas", 0, ""}, {"mics", 2, "zero_optimization.mics_shard_size"});
-      grid.split("dp", {"hosts", 2, ""}, {"host", 0, ""});
+      grid.fold("dp", {"dp"}, {{"replicas", 0, ""}, {"mics", 2, "zero_optimization.mics_shard_size"}});
+      grid.fold("dp", {"dp"}, {{"hosts", 2, ""}, {"host", 0, ""}});
       for (int rank = 0; rank < world; ++rank) {
         const RankList along = grid.list({"dp"}, rank);
         const int d = rank / tensor;
@@ -204,12 +209,12 @@ TEST(ProcessGrid, SplitsOfOneAxisStandSideBySide) {
     }
   }
   ProcessGrid grid(8, {{"dp", 8, ""}});
-  grid.split("dp", {"outer", 2, ""}, {"inner", 4, ""});
-  grid.split("dp.inner", {"outer", 2, ""}, {"inner", 2, ""});
+  grid.fold("dp", {"dp"}, {{"outer", 2, ""}, {"inner", 4, ""}});
+  grid.fold("dp.inner", {"dp.inner"}, {{"outer", 2, ""}, {"inner", 2, ""}});
   EXPECT_EQ(grid.list({"dp.inner.outer"}, 5), (RankList{5, 7}));
   EXPECT_EQ(grid.list({"dp.outer", "dp.inner.inner"}, 5), (RankList{0, 1, 4, 5}));
   EXPECT_EQ(error_of([&] {
-              grid.split("dp", {"replicas", 0, ""}, {"mics", 3, "zero_optimization.mics_shard_size"});
+              grid.fold("dp", {"dp"}, {{"replicas", 0, ""}, {"mics", 3, "zero_optimization.mics_shard_size"}});
             }),
             "zero_optimization.mics_shard_size 3 does not divide the 8 data-parallel ranks: use one of 1, 2, 4, 8");
 }
@@ -232,31 +237,6 @@ TEST(ProcessGrid, ErrorsNameKeySizeAndFix) {
               ProcessGrid(2, {{"dp", 2, ""}}).list({"dp"}, 2);
             }),
             "rank 2 is not in the job: its ranks are 0 to 1");
-}
-
-// An mpu tells one rank's lists: the grid they come from is found, for every rank.
-TEST(ProcessGrid, IsFoundFromTheListsOfOneRank) {
-  for (int world = 1; world <= 32; ++world) {
-    for_each_grid(world, [world](int pipe, int data, int tensor) {
-      const ProcessGrid grid(world, {{"pp", pipe, ""}, {"dp", data, ""}, {"sp", 1, ""}, {"tp", tensor, ""}});
-      for (int rank = 0; rank < world; ++rank) {
-        const auto found =
-            ProcessGrid::suggested(world, rank, {{"dp", grid.list({"dp"}, rank)}, {"tp", grid.list({"tp"}, rank)}});
-        ASSERT_TRUE(found);
-        EXPECT_EQ(found->lists({"dp"}), grid.lists({"dp"}));
-        EXPECT_EQ(found->lists({"tp"}), grid.lists({"tp"}));
-      }
-    });
-  }
-  const auto strided = ProcessGrid::suggested(4, 0, {{"dp", {0, 2}}});
-  ASSERT_TRUE(strided);
-  EXPECT_EQ(strided->lists({"dp"}), (RankLists{{0, 2}, {1, 3}}));
-  EXPECT_FALSE(ProcessGrid::suggested(4, 0, {{"dp", {0, 3}}}));     // no grid has these
-  EXPECT_FALSE(ProcessGrid::suggested(4, 0, {{"dp", {2, 0}}}));     // nor this order
-  EXPECT_FALSE(ProcessGrid::suggested(4, 0, {{"dp", {0, 1, 2}}}));  // nor three of four
-  EXPECT_FALSE(ProcessGrid::suggested(4, 0, {{"cp", {0, 1}}}));     // nor an axis that nobody knows
-  EXPECT_FALSE(ProcessGrid::suggested(4, 0, {{"dp", {0, 1}}, {"tp", {0, 1}}}));
-  EXPECT_TRUE(ProcessGrid::suggested(4, 1, {{"pp", {1, 3}}, {"dp", {1}}, {"sp", {1}}, {"tp", {0, 1}}}));
 }
 
 // An axis that this tree has never heard of needs no line in it.

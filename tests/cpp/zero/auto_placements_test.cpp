@@ -7,8 +7,8 @@
 
 #include "../error_of.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
 #include "optim/rule.h"
+#include "small_engine.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -79,7 +79,7 @@ TEST(AutoPlaces, CountsTheStatesOfTheRule) {
     options.memory = TierBytes{0, bytes, 0, "", false};
     options.memory->rates.host_step = 1;  // nobody measures
     try {
-      const Engine engine(specs, {}, options, {comm::thread_communicators(1)[0]});
+      engine_of(specs, options);
       return true;
     } catch (const Error& error) {
       EXPECT_TRUE(says(error.what(), "zero_optimization.placement: "));

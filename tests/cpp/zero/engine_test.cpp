@@ -98,7 +98,7 @@ void compare(const Case& c, int steps, double tolerance) {
     options.reducer.overlap = c.overlap;
     options.reducer.predivide = 1.0f / c.world;
     auto engine = engine_of(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), options,
-                            {comms[rank], [own = gather_comms[rank]] { return own; }});
+                            mesh_over(comms[rank], gather_comms[rank]));
     use_adam(*engine, c.groups);
     // The whole loss as one module; its parts are tested in param_gatherer_test.
     const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
@@ -432,10 +432,7 @@ TEST(Engine, MemoryOrderOfParametersIsKept) {
 }
 
 TEST(Engine, RefusesWhatItCannotTrain) {
-  const auto make = [](std::vector<ParamSpec> specs) {
-    Engine engine(std::move(specs), std::vector<ShardedParamPtr>{}, EngineOptions{},
-                  EngineRanks{comm::local_communicator()});
-  };
+  const auto make = [](std::vector<ParamSpec> specs) { engine_of(std::move(specs)); };
   at::Tensor p = at::ones({2}).set_requires_grad(true);
   EXPECT_THROW(make({{p, "p", 0, 0}, {p, "again", 0, 1}}), Error);
   EXPECT_THROW(make({{p * 2, "no leaf", 0, 0}}), Error);
@@ -449,7 +446,7 @@ TEST(Engine, LooksAtTheDeviceOfAllParameters) {
   options.policy = stage_policy(3);
   const std::vector<ShardedParamPtr> others = {std::make_shared<ShardedParam>(here, "here", 1, 0),
                                                std::make_shared<ShardedParam>(there, "there", 1, 0)};
-  EXPECT_TRUE(says(error_of([&] { Engine({}, others, options, {comm::local_communicator()}); }),
+  EXPECT_TRUE(says(error_of([&] { engine_of({}, options, mesh_over(comm::local_communicator()), others); }),
                    "'here' on cpu, 'there' on meta"));
 }
 

@@ -74,7 +74,7 @@ struct Rank {
     options.reducer.predivide = 1.0f / kWorld;
     ParamSpec spec{weight, "weight", 0, 0};
     if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", kWorld, rank);
-    engine = engine_of({spec}, options, {group, [gathers] { return gathers; }});
+    engine = engine_of({spec}, options, mesh_over(group, gathers));
     engine->stepper().set_rules({&optim::find_rule("adam")});
   }
 

@@ -1,6 +1,6 @@
 // Each element counts once in the norm that clips a step, whoever holds copies of it: weights that stages tie,
 // parameters that slices have whole, experts over any ranks, ranks that share sequences. Ranks are threads, over all
-// grids of 1 to 8 of them.
+// grids of 1 to 16 of them.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
@@ -42,10 +42,10 @@ struct Case {
 at::Tensor weight(double seed) { return values(seed, {3, 2}); }
 
 // Gradients of parameters, by what they are for.
-double split_seed(int stage, int slice) { return 10 + stage * 10 + slice; }
-double shared_seed(int stage) { return 100 + stage; }
-constexpr double kTiedSeed = 200;
-double expert_seed(int stage, int slice, int expert) { return 300 + stage * 100 + slice * 10 + expert; }
+double split_seed(int stage, int slice) { return 1000 + stage * 20 + slice; }
+double shared_seed(int stage) { return 2000 + stage; }
+constexpr double kTiedSeed = 3000;
+double expert_seed(int stage, int slice, int expert) { return 4000 + stage * 400 + slice * 20 + expert; }
 // Some stages have no experts.
 bool has_experts(int stage) { return stage % 2 == 0; }
 
@@ -78,16 +78,12 @@ Whole in_one_process(const Case& c) {
 }
 
 void compare(const Case& c, const Whole& whole, int rank, const comm::JobPtr& job) {
-  ProcessMesh mesh({c.world, {{"pp", c.pp, ""}, {"dp", c.dp, ""}, {"sp", c.sp, ""}, {"tp", c.tp, ""}}}, job);
+  const auto meshed = std::make_shared<ProcessMesh>(
+      plan::ProcessGrid(c.world, {{"pp", c.pp, ""}, {"dp", c.dp, ""}, {"sp", c.sp, ""}, {"tp", c.tp, ""}}), job);
+  ProcessMesh& mesh = *meshed;
   const int stage = mesh.rank({"pp"}), slice = mesh.rank({"tp"});
   const Axes from = c.slices == OnSlices::kOthers ? Axes{"dp", "sp", "tp"} : Axes{"dp", "sp"};
-  mesh.fold("ep", from, {{"edp", 0, ""}, {"ep", c.expert, ""}});
-  const auto open = [&](const Axes& axes, Purpose purpose) { return mesh.communicator(mesh.sub(axes), purpose); };
-  EngineRanks ranks{open({"dp", "sp"}, Purpose::kReduce)};
-  if (c.tp > 1) ranks.tensor = open({"tp"}, Purpose::kControl);
-  if (c.pp > 1) ranks.pipe = open({"pp"}, Purpose::kControl);
-  ranks.others = {{"expert_data_parallel", open({"ep.edp"}, Purpose::kExperts)},
-                  {"expert_parallel", open({"ep.ep"}, Purpose::kExperts)}};
+  mesh.fold("experts", from, {{"edp", 0, ""}, {"ep", c.expert, ""}});
 
   const std::string copied = slice > 0 ? "tp" : "";
   std::vector<ParamSpec> specs;
@@ -104,14 +100,14 @@ void compare(const Case& c, const Whole& whole, int rank, const comm::JobPtr& jo
   if (has_experts(stage)) {
     const int other = c.slices == OnSlices::kCut ? slice : 0;
     // Means are over all ranks with the same weights, and some of them hold the expert.
-    scale = static_cast<double>(c.dp * c.sp) / mesh.size({"ep.edp"});
-    add("expert", expert_seed(stage, other, mesh.rank({"ep.ep"})), c.slices == OnSlices::kCopied ? copied : "");
+    scale = static_cast<double>(c.dp * c.sp) / mesh.size({"experts.edp"});
+    add("expert", expert_seed(stage, other, mesh.rank({"experts.ep"})), c.slices == OnSlices::kCopied ? copied : "");
     specs.back().rule = "experts";
   }
   EngineOptions options;
   options.policy = stage_policy(c.stage);
   options.reducer.predivide = 1.0 / (c.dp * c.sp);
-  const auto engine = engine_of(specs, options, ranks);
+  const auto engine = engine_of(specs, options, meshed);
   use_adam(*engine);
   engine->backward().begin(true);
   at::Tensor loss = at::zeros({});
@@ -133,7 +129,7 @@ void compare(const Case& c) {
 
 TEST(Norm, EachElementCountsOnce) {
   NewPairs sample;
-  for (int world = 1; world <= 8; ++world) {
+  for (int world = 1; world <= 16; ++world) {
     for (int pp = 1; pp <= world; ++pp) {
       for (int sp = 1; pp * sp <= world; ++sp) {
         for (int tp = 1; pp * sp * tp <= world; ++tp) {
@@ -162,20 +158,18 @@ TEST(Norm, EachElementCountsOnceOnSixteenRanks) {
 }
 
 // Spaces with the same remaining lists of ranks share one call: their sums are added before it.
-TEST(Norm, SpacesShareCalls) {
-  const auto group = [](int size) { return comm::thread_communicators(size)[0]; };
-  EngineRanks ranks{group(2)};
-  ranks.tensor = group(2);
-  ranks.pipe = group(2);
-  ranks.others = {{"expert_data_parallel", comm::local_communicator()}, {"expert_parallel", group(2)}};
+void expect_shared_calls(const comm::JobPtr& job) {
+  const auto mesh = std::make_shared<ProcessMesh>(
+      plan::ProcessGrid(8, {{"pp", 2, ""}, {"dp", 2, ""}, {"sp", 1, ""}, {"tp", 2, ""}}), job);
+  mesh->fold("experts", {"dp", "sp"}, {{"edp", 1, ""}, {"ep", 2, ""}});
   std::vector<ParamSpec> specs;
   for (const char* rule : {"dense", "experts", "dense", "dense"})
     specs.push_back({at::ones({2}).set_requires_grad(true), std::to_string(specs.size()), 0, 0, nullptr,
                      GradForm::kDense, rule, specs.size() == 3 ? "pp" : ""});
   EngineOptions options;
   options.policy = stage_policy(1);
-  Engine engine(specs, {}, options, ranks);
-  const ParamStore& store = engine.params();
+  const auto engine = engine_of(specs, options, mesh);
+  const ParamStore& store = engine->params();
   EXPECT_EQ(store.spaces().size(), 3u);
   EXPECT_EQ(store.sets().size(), 2u);  // a copy travels with all others
   const NormSums sums(store, at::zeros({3}, at::kDouble));
@@ -185,8 +179,12 @@ TEST(Norm, SpacesShareCalls) {
   EXPECT_FALSE(sums.of(store.position(3).space).defined());
   specs = {{at::ones({2}).set_requires_grad(true), "w", 0, 0}};
   specs[0].copied_along = "dp";
-  EXPECT_EQ(error_of([&] { Engine(specs, {}, options, ranks); }),
+  EXPECT_EQ(error_of([&] { engine_of(specs, options, mesh); }),
             "a parameter is copied along the axis 'dp'; 'tp' and 'pp' are known");
+}
+
+TEST(Norm, SpacesShareCalls) {
+  comm::on_ranks_of_job(8, [](int, const auto& job) { expect_shared_calls(job); });
 }
 
 }  // namespace

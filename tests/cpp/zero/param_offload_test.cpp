@@ -84,7 +84,7 @@ struct Rank {
     options.reducer.bucket_numel = c.bucket;
     options.reducer.predivide = 1.0 / ranks->size();
     options.gatherer.persistence_numel = 13;
-    engine = std::make_shared<Engine>(specs, others, options, EngineRanks{ranks});
+    engine = engine_of(specs, options, mesh_over(ranks), others);
     if (c.trains) use_adam(*engine);
     const auto all = engine->params().sharded_params();
     for (int i = 0; i < kWeights; ++i) units.push_back(engine->gatherer()->add_unit("unit", {all[i]}));

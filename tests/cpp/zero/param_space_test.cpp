@@ -4,6 +4,8 @@
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
+#include <map>
+#include <mutex>
 #include <random>
 
 #include "../error_of.h"
@@ -12,27 +14,25 @@
 #include "base/error.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
+#include "plan/spaces/space_rule.h"
 #include "plain_adamw.h"
 #include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 #include "zero/states/group_cut.h"
-#include "zero/spaces/rules/space_rule.h"
 
 namespace ds::zero {
 namespace {
 
+using plan::Axes;
+
 // A new kind of parallelism adds one rule. Experts are sharded (stage 0: replicated) over the ranks that hold the same
 // expert, and the expert-parallel ranks hold the other elements of the norm.
-const SpaceRuleRegistration registration({"test experts",
-                                          [](const ParamSpec&, const StagePolicy& policy, const EngineRanks& ranks) {
-                                            const auto nobody = comm::local_communicator();
-                                            const auto same = ranks.other("edp"), others = ranks.other("ep");
-                                            if (!policy.shards_states()) return SpaceRanks{nobody, same, {{others}}};
-                                            const auto found = ranks.others.find("edp gathers");
-                                            const auto own = found == ranks.others.end() ? same : found->second;
-                                            return SpaceRanks{same, nobody, {{same}, {others}}, [own] { return own; }};
-                                          }});
+const plan::SpaceRuleRegistration registration({"test experts", [](const plan::SpaceQuery& query) {
+                                                  const Axes same{"experts.edp"}, others{"experts.ep"};
+                                                  if (!query.shards) return plan::SpaceAxes{{}, same, {{others}}};
+                                                  return plan::SpaceAxes{same, {}, {{same}, {others}}};
+                                                }});
 
 constexpr int kExperts = 2;  // and as many expert-parallel ranks: one each
 constexpr double kMaxNorm = 0.3;
@@ -94,36 +94,36 @@ Trained in_one_process(const Case& c, int steps) {
   return run;
 }
 
-// The groups that the ranks of a run have: all of them, those with the same expert, one of each expert; once more for
-// gathers.
-struct Groups {
-  std::vector<comm::CommunicatorPtr> dp, gathers;
-  std::vector<std::vector<comm::CommunicatorPtr>> edp, edp_gathers, ep;
+// Ranks that are threads meet in it.
+struct Meeting {
+  const bool peers;
+  std::mutex mutex{};
+  std::map<std::string, std::vector<comm::CommunicatorPtr>> made{};
 
-  explicit Groups(const Case& c) : dp(comm::thread_communicators(c.world, c.peers)), gathers(of(c.world)) {
-    for (int expert = 0; expert < kExperts; ++expert) {
-      edp.push_back(comm::thread_communicators(c.world / kExperts, c.peers));
-      edp_gathers.push_back(of(c.world / kExperts));
-    }
-    for (int group = 0; group < c.world / kExperts; ++group) ep.push_back(of(kExperts));
-  }
-  static std::vector<comm::CommunicatorPtr> of(int size) { return comm::thread_communicators(size); }
-
-  EngineRanks of_rank(int rank) const {
-    const int expert = rank % kExperts, group = rank / kExperts;
-    EngineRanks ranks{dp[rank], [own = gathers[rank]] { return own; }};
-    ranks.others = {
-        {"edp", edp[expert][group]}, {"edp gathers", edp_gathers[expert][group]}, {"ep", ep[group][expert]}};
-    return ranks;
+  // All of them, those with the same expert, one of each expert.
+  comm::ProcessMeshPtr mesh(int rank, int world) {
+    const auto open = [this](const std::string& key, const comm::SubMesh& members, bool) {
+      std::lock_guard lock(mutex);
+      auto& known = made[key];
+      const bool shares = peers && key.find("/reduce/") != std::string::npos;
+      if (known.empty()) known = comm::thread_communicators(members.size(), shares);
+      return known[members.rank];
+    };
+    const plan::ProcessGrid grid(world, {{"pp", 1, ""}, {"dp", 0, ""}, {"sp", 1, ""}, {"tp", 1, ""}});
+    auto found = std::make_shared<comm::ProcessMesh>(grid, std::make_shared<comm::Job>(rank, world, open));
+    found->fold("experts", {"dp", "sp"}, {{"edp", 0, ""}, {"ep", kExperts, ""}});
+    return found;
   }
 };
 
-std::shared_ptr<Engine> make_engine(const Case& c, const std::vector<at::Tensor>& params, const EngineRanks& ranks) {
+std::shared_ptr<Engine> make_engine(const Case& c, const std::vector<at::Tensor>& params,
+                                    const comm::ProcessMeshPtr& mesh) {
   std::vector<ParamSpec> specs = {{params[0], "a", 0, 0}, {params[1], "expert", 0, 1}, {params[2], "b", 0, 2}};
   specs[1].rule = "test experts";
   for (ParamSpec& spec : specs) {
-    const comm::Communicator& own = spec.rule == "dense" ? *ranks.data_parallel : *ranks.other("edp");
-    if (c.stage == 3) spec.sharded = std::make_shared<ShardedParam>(spec.tensor, spec.name, own.size(), own.rank());
+    const Axes own = spec.rule == "dense" ? plan::same_weights() : Axes{"experts.edp"};
+    if (c.stage == 3)
+      spec.sharded = std::make_shared<ShardedParam>(spec.tensor, spec.name, mesh->size(own), mesh->rank(own));
   }
   EngineOptions options;
   options.policy = stage_policy(c.stage);
@@ -132,7 +132,7 @@ std::shared_ptr<Engine> make_engine(const Case& c, const std::vector<at::Tensor>
   options.reducer.overlap = c.overlap;
   options.reducer.predivide = 1.0 / c.world;  // of experts, too: by all ranks, not by those that have the expert
   options.gatherer.persistence_numel = c.bucket == 20 ? 15 : 0;  // the expert stays gathered, or nothing does
-  return engine_of(specs, options, ranks);
+  return engine_of(specs, options, mesh);
 }
 
 // A checkpoint's row of the group has the dense parameters end to end, as if there were no expert between them.
@@ -150,15 +150,14 @@ void check_cut(Engine& engine, int world, int rank) {
 
 void compare(const Case& c, int steps) {
   const Trained reference = in_one_process(c, steps);
-  const Groups groups(c);
+  Meeting meeting{c.peers};
   const bool exact = c.type == at::kFloat;
   on_threads(c.world, [&](int rank) {
     const int expert = rank % kExperts, group = rank / kExperts;
-    const EngineRanks ranks = groups.of_rank(rank);
     std::vector<at::Tensor> params;
     for (const at::Tensor& value : {dense_weight(0), expert_weight(expert), dense_weight(1)})
       params.push_back(value.detach().to(c.type).set_requires_grad(true));
-    const auto engine = make_engine(c, params, ranks);
+    const auto engine = make_engine(c, params, meeting.mesh(rank, c.world));
     ASSERT_EQ(engine->params().spaces().size(), 2u);
     use_adam(*engine);
     ParamGatherer* gatherer = engine->gatherer();
@@ -254,11 +253,11 @@ TEST(ParamSpace, RandomBranchesOfExperts) {
   for (bool peers : {true, false}) {
     for (int world : {2, 4, 8}) {
       const Case c{3, world, 1, 1000000, false, false, peers};
-      const Groups groups(c);
+      Meeting meeting{peers};
       on_threads(world, [&](int rank) {
         const std::vector<at::Tensor> params = {dense_weight(0), expert_weight(rank % kExperts), dense_weight(1)};
         const std::vector<at::Tensor> before = {dense_weight(0), expert_weight(rank % kExperts), dense_weight(1)};
-        const auto engine = make_engine(c, params, groups.of_rank(rank));
+        const auto engine = make_engine(c, params, meeting.mesh(rank, world));
         std::mt19937 random(rank);
         for (int step = 0; step < 200; ++step) {
           for (int call = 0; call < 6; ++call) {
@@ -283,39 +282,43 @@ TEST(ParamSpace, ExpertsReducedAfterEachMicroStep) {
 }
 
 TEST(ParamSpace, EqualKeysShareASpace) {
-  const auto dp = comm::local_communicator();
   std::vector<ParamSpec> specs;
   for (int i = 0; i < 6; ++i)
     specs.push_back(
         {at::ones({2}, i < 4 ? at::kFloat : at::kDouble).set_requires_grad(true), std::to_string(i), i % 2, i});
-  Engine engine(specs, {}, EngineOptions{}, {dp});
-  ASSERT_EQ(engine.params().spaces().size(), 4u);  // two groups in two types
-  EXPECT_EQ(engine.params().spaces()[0].params, (std::vector<int32_t>{0, 2}));
-  EXPECT_EQ(engine.params().sets().size(), 1u);
+  const auto engine = engine_of(specs);
+  ASSERT_EQ(engine->params().spaces().size(), 4u);  // two groups in two types
+  EXPECT_EQ(engine->params().spaces()[0].params, (std::vector<int32_t>{0, 2}));
+  EXPECT_EQ(engine->params().sets().size(), 1u);
 }
 
-std::string complaint(const std::vector<ParamSpec>& specs, const EngineOptions& options, const EngineRanks& ranks) {
-  return failure_of<Error>([&] { Engine(specs, {}, options, ranks); });
+std::string complaint(const std::vector<ParamSpec>& specs, const EngineOptions& options,
+                      const comm::ProcessMeshPtr& mesh) {
+  return failure_of<Error>([&] { engine_of(specs, options, mesh); });
 }
 
 TEST(ParamSpace, NamesWhatIsMissing) {
   std::vector<ParamSpec> specs = {{at::ones({2}).set_requires_grad(true), "w", 0, 0}};
   specs[0].rule = "no such rule";
-  EXPECT_TRUE(says(complaint(specs, {}, {comm::local_communicator()}), "'no such rule'"));
+  EXPECT_TRUE(says(complaint(specs, {}, mesh_over(comm::local_communicator())), "'no such rule'"));
   specs[0].rule = "test experts";
-  const std::string text = complaint(specs, {}, {comm::local_communicator()});
-  EXPECT_TRUE(says(text, "'edp'"));
+  const std::string text = complaint(specs, {}, mesh_over(comm::local_communicator()));
+  EXPECT_TRUE(says(text, "there is no axis experts.edp: the grid has dp, pp, sp, tp"));
   EngineOptions options;
   options.policy = stage_policy(3);
-  EngineRanks ranks{comm::thread_communicators(2)[0]};
-  ranks.others = {{"edp", comm::local_communicator()}, {"ep", comm::local_communicator()}};
-  specs[0].sharded = std::make_shared<ShardedParam>(specs[0].tensor, "w", 1, 0);
-  ranks.others["edp"] = comm::thread_communicators(3)[1];
-  const std::string slices = complaint(specs, options, ranks);
-  EXPECT_EQ(slices.find("parameter 'w' is cut into 1 slices, of which this is number 0; by the rule 'test experts' its "
-                        "ranks are 3, and this is rank 1"),
-            0u)
-      << slices;
+  Meeting meeting{false};
+  on_threads(6, [&](int rank) {
+    std::vector<ParamSpec> own = {{at::ones({2}).set_requires_grad(true), "w", 0, 0}};
+    own[0].rule = "test experts";
+    own[0].sharded = std::make_shared<ShardedParam>(own[0].tensor, "w", 1, 0);
+    const std::string slices = complaint(own, options, meeting.mesh(rank, 6));
+    const std::string end = "ranks are 3, and this is rank " + std::to_string(rank / kExperts);
+    EXPECT_EQ(
+        slices.find("parameter 'w' is cut into 1 slices, of which this is number 0; by the rule 'test experts' its " +
+                    end),
+        0u)
+        << slices;
+  });
 }
 
 }  // namespace

@@ -163,7 +163,8 @@ TEST(Placements, StatesAreReadAndWrittenWhereTheyRest) {
     EngineOptions options;
     options.policy = stage_policy(2);
     options.placements = {placement, placement, placement};
-    Engine engine({{weight, "w", 0, 0}}, {}, options, {comm::thread_communicators(1)[0]});
+    const auto made = engine_of({{weight, "w", 0, 0}}, options);
+    Engine& engine = *made;
     use_adam(engine);
     EXPECT_TRUE(at::equal(engine.states().full(StateKind::kMaster, 0, 0), at::arange(6, at::kFloat)));
     const at::Tensor mine = at::arange(6, at::kFloat) / 3;

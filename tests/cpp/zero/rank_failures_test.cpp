@@ -136,9 +136,10 @@ TEST(RankFailures, ThreadsBesideTheTrainingFailAsThisRankAlone) {
   const auto comms = comm::thread_communicators(2);
   const auto said = on_ranks<std::string>(2, [&](int rank) {
     return failure_of([&] {
+      const MeshSpaces spaces(mesh_over(comms[rank]), stage_policy(0));
       if (rank == 1) {
-        const EngineRanks ranks{comms[rank]};
-        const RankFailures failures([&](const std::exception& error) { tell_ranks(ranks, error); });
+        const RankFailures failures(
+            [&](const std::exception& error) { spaces.abort(lone_text(*spaces.data_parallel(), error)); });
         failures.guard([&] { run_beside([] { throw std::bad_alloc(); }); });
       }
       comms[rank]->barrier();

@@ -17,7 +17,7 @@ namespace ds::zero {
 namespace {
 
 // The gradient of one weight after `backwards` reducing backwards, each with the gradient `step + rank + 1`.
-at::Tensor reduced(int stage, int backwards, double before, double after, const EngineRanks& ranks) {
+at::Tensor reduced(int stage, int backwards, double before, double after, const comm::CommunicatorPtr& ranks) {
   at::Tensor weight = at::ones({40}).set_requires_grad(true);
   EngineOptions options;
   options.policy = stage_policy(stage);
@@ -25,8 +25,8 @@ at::Tensor reduced(int stage, int backwards, double before, double after, const 
   options.reducer.postscale = after;
   options.gatherer.persistence_numel = 1 << 20;
   ParamSpec spec{weight, "weight", 0, 0};
-  const int rank = ranks.data_parallel->rank();
-  if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", ranks.data_parallel->size(), rank);
+  const int rank = ranks->rank();
+  if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", ranks->size(), rank);
   auto engine = engine_of({spec}, options, ranks);
   for (int step = 0; step < backwards; ++step) {
     run_backward(*engine, (weight * static_cast<double>(step + rank + 1)).sum());
@@ -37,7 +37,7 @@ at::Tensor reduced(int stage, int backwards, double before, double after, const 
 
 TEST(Reduction, OneRankDividesNothing) {
   for (int stage : {0, 1, 2, 3}) {
-    const EngineRanks alone{comm::local_communicator()};
+    const comm::CommunicatorPtr alone = comm::local_communicator();
     EXPECT_TRUE(at::equal(reduced(stage, 1, 0.25, 4.0, alone), at::ones({40}))) << "stage " << stage;
     EXPECT_TRUE(at::equal(reduced(stage, 2, 0.25, 4.0, alone), at::ones({40}) * 3)) << "stage " << stage;
   }

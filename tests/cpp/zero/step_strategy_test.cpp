@@ -140,7 +140,7 @@ TEST(StepStrategy, ExtentsMayBeUpdatedLater) {
           if (stage == 3)
             specs.back().sharded = std::make_shared<ShardedParam>(params[i], specs.back().name, world, rank);
         }
-        auto engine = engine_of(specs, options, {comms[rank], [own = gathers[rank]] { return own; }});
+        auto engine = engine_of(specs, options, mesh_over(comms[rank], gathers[rank]));
         use_adam(*engine);
         const int32_t unit = stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
         for (int step = 0; step < kSteps; ++step) {
@@ -199,7 +199,7 @@ TEST(StepStrategy, AnUnknownNameIsRefused) {
   EngineOptions options;
   options.strategy = "none such";
   EXPECT_TRUE(says(error_of([&] {
-                     Engine made({{weight, "w", 0, 0}}, {}, options, EngineRanks{comm::thread_communicators(1)[0]});
+                     engine_of({{weight, "w", 0, 0}}, options);
                    }),
                    "there is no step strategy 'none such'; there are: plain, speculative, test odd"));
 }

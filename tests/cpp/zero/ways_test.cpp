@@ -6,9 +6,9 @@
 #include "../error_of.h"
 #include "../on_threads.h"
 #include "comm/transports/thread_communicator.h"
+#include "plan/spaces/space_rule.h"
 #include "small_engine.h"
 #include "zero/gradients/ways/reduce_way.h"
-#include "zero/spaces/rules/space_rule.h"
 
 namespace ds::zero {
 namespace {
@@ -48,19 +48,16 @@ const ReduceWayRegistration way({"test adds up", 5, [](const WayParts&, const Bu
                                    return std::make_shared<AddsUp>(parts, inner());
                                  }});
 
-SpaceRanks named(const StagePolicy& policy, const EngineRanks& ranks, const std::string& way) {
-  SpaceRanks made = dense_ranks(policy, ranks);
+plan::SpaceAxes named(const plan::SpaceQuery& query, const std::string& way) {
+  plan::SpaceAxes made = plan::space_axes({query.grid, "dense", query.shards});
   made.way = way;
   return made;
 }
-const SpaceRuleRegistration rule({"test way",
-                                  [](const ParamSpec&, const StagePolicy& policy, const EngineRanks& ranks) {
-                                    return named(policy, ranks, "test adds up");
-                                  }});
-const SpaceRuleRegistration wrong({"test unknown way",
-                                   [](const ParamSpec&, const StagePolicy& policy, const EngineRanks& ranks) {
-                                     return named(policy, ranks, "test no such way");
-                                   }});
+const plan::SpaceRuleRegistration rule({"test way",
+                                        [](const plan::SpaceQuery& query) { return named(query, "test adds up"); }});
+const plan::SpaceRuleRegistration wrong({"test unknown way", [](const plan::SpaceQuery& query) {
+                                           return named(query, "test no such way");
+                                         }});
 
 std::vector<at::Tensor> trained(const std::string& rule, int stage, int rank, const comm::CommunicatorPtr& comm) {
   std::vector<at::Tensor> params;

@@ -1,13 +1,10 @@
 """On which device things are made, with stand-ins for devices that are not here."""
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.zero import Init, core
+from deepspeed.zero import Init
 from deepspeed.zero.init import init_context
 
 
@@ -25,15 +22,3 @@ def test_zero_init_takes_the_device_of_its_local_rank_before_anything_else(monke
     with Init():
         torch.nn.Linear(2, 2)
     assert calls == ([("device", 3)] if local_rank else []) + [("group",)]
-
-
-@pytest.mark.parametrize("devices, shared", [("cpu cpu", True), ("cpu cuda", False), ("cuda cuda", False)])
-def test_ranks_share_memory_only_where_all_parameters_are_on_the_cpu(monkeypatch, devices, shared):
-    """The device of a frozen model, too, which has no optimizer whose parameters could be asked."""
-    asked = {}
-    monkeypatch.setattr(core, "_communicator", lambda group, name, shared: asked.update({name: shared}))
-    monkeypatch.setattr(core, "_native", mock.Mock())
-    handles = [SimpleNamespace(device=torch.device(device)) for device in devices.split()]
-    others = [SimpleNamespace(ds_handle=handle) for handle in handles]
-    core.build_core([], others=others, data_parallel=object(), gathers=object())
-    assert asked == {"data parallel": shared}

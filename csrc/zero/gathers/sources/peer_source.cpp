@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/ranges.h"
 #include "zero/gathers/shard_source.h"
 #include "zero/rank_failures.h"
 
@@ -69,8 +70,8 @@ class Peers {
     finished_ = round_;
     memory_->set_reading(false, finished_);
   }
-  // Before a write of the user. Others may still be on their way to the forward that this rank has ended; ranks need not
-  // have as many forwards, so that they are waited for only once, and for a moment.
+  // Before a write of the user. Others may still be on their way to the forward that this rank has ended; ranks need
+  // not have as many forwards, so that they are waited for only once, and for a moment.
   void await_readers() {
     if (ranks_->size() == 1) return;
     if (std::exchange(waited_, forward_) != forward_) {
@@ -105,7 +106,8 @@ class Peers {
       if (theirs.round <= round_ || theirs.forward > forward) continue;
       throw LoneFailure(
           ErrorKind::kRuntime,
-          "rank " + std::to_string(rank) + " has written to its slices of parameters (param.ds_tensor) before forward " +
+          "rank " + std::to_string(rank) +
+              " has written to its slices of parameters (param.ds_tensor) before forward " +
               std::to_string(theirs.forward) +
               " of its engine, which this rank had begun already without a write of its own, so it may have read the "
               "old values. Call torch.distributed.barrier() on all ranks between the writes and the forward, or let "
@@ -194,10 +196,17 @@ class PeerSource : public ShardSource {
   std::unordered_map<const ShardedParam*, size_t> peers_of_;
 };
 
-}  // namespace
-
-ShardSourcePtr peer_source(std::vector<GatherGroup> groups, std::shared_ptr<storage::ShardStorage> storage) {
-  return std::make_shared<PeerSource>(std::move(groups), std::move(storage));
+bool all_have_memory(const SourceParts& parts) {
+  return all_of(parts.groups, [](const GatherGroup& group) { return group.memory != nullptr; });
 }
+
+// Copies from the owners' memory, in which the shards of every parameter lie at the same offset.
+ShardSourcePtr make_peers(SourceParts parts) {
+  return std::make_shared<PeerSource>(std::move(parts.groups), std::move(parts.storage));
+}
+
+const ShardSourceRegistration peer_registration({"peer memory", 10, &all_have_memory, &make_peers});
+
+}  // namespace
 
 }  // namespace ds::zero

@@ -252,6 +252,14 @@ class ScheduledSource : public ShardSource {
   at::Tensor wants_;  // of all ranks in an exchange; kept, so that a rank without memory takes part in the next ones
 };
 
+ShardSourcePtr make_scheduled(SourceParts parts) {
+  for (GatherGroup& group : parts.groups)  // in one order on all ranks
+    if (group.space.open) group.ranks = group.space.open(group.space.axes.shard, plan::Purpose::kGather);
+  return scheduled_source(std::move(parts.params), std::move(parts.groups), std::move(parts.storage));
+}
+
+const ShardSourceRegistration scheduled_registration({"scheduled collectives", 20, nullptr, &make_scheduled});
+
 }  // namespace
 
 ShardSourcePtr scheduled_source(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,

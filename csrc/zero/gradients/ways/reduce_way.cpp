@@ -38,7 +38,7 @@ ReduceWayRegistration::ReduceWayRegistration(ReduceWayRow row) {
 }
 
 ReduceWayPtr way_of(const WayParts& parts, const BucketFacts& bucket) {
-  const std::string& named = parts.ranks(bucket).way;
+  const std::string& named = parts.ranks(bucket).axes.way;
   if (named.empty()) return make_first(parts, bucket, 0);
   std::string known;
   for (size_t row = 0; row < rows().size(); ++row) {

@@ -1,7 +1,7 @@
 // The ways in which a bucket of gradients is added up over the ranks of its space.
 //
 // Adding a way is adding a file with a ReduceWayRegistration. A bucket has the first registered way, by `order`, that
-// takes it; a space rule may name another one (SpaceRanks::way). Each bucket has an object of its own, which may keep
+// takes it; a space rule may name another one (plan::SpaceAxes::way). Each bucket has an object of its own, which may keep
 // memory, and may do its part around another way, the next one that takes the bucket.
 //
 // [Note: one reduction in steps]

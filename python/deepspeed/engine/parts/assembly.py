@@ -1,12 +1,10 @@
 """Assembles an engine: moves and casts the model, makes the native core and the optimizer object around both."""
 
-import functools
-
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
-from deepspeed.comm.mesh_views import MICS, SAME_WEIGHTS, Purpose
+from deepspeed.comm.mesh_views import cut_for_mics
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
@@ -153,8 +151,8 @@ class Assembly(Part):
         self.shared.share()
 
     # ---- the core ----------------------------------------------------------------------------------------------------
-    def _core_options(self, shard=SAME_WEIGHTS):
-        """The arguments of the native core, apart from the parameters. ``shard``: the axes that are cut."""
+    def _core_options(self):
+        """The arguments of the native core, apart from the parameters."""
         engine, names, orders, saved = self.engine, {}, {}, SavedNames(self.engine.module)
         for order, (name, param) in enumerate(engine.module.named_parameters()):
             names[id(param)], orders[id(param)] = saved(name), order
@@ -164,8 +162,6 @@ class Assembly(Part):
             "orders": orders,
             "grad_forms": self._grad_forms(),
             "copied_along": engine.parallel.copied_along if engine.mp_world_size > 1 else None,
-            "data_parallel": engine.parallel.communicator(shard, Purpose.REDUCE),
-            **engine.parallel.model_ranks(),
             "mesh": engine.parallel.mesh,
             "grad_dtype": engine._grad_dtype,
             "rules": rules_of(engine.basic_optimizer),
@@ -216,7 +212,7 @@ class Assembly(Part):
         if engine.core is not None:
             engine.core.broadcast(tensors, 0)
             return
-        source = engine.parallel.source_rank()
+        source = dist.get_global_rank(engine.parallel.dp_group, 0)
         for tensor in tensors:
             dist.broadcast(tensor, source, group=engine.parallel.dp_group)
 
@@ -237,20 +233,14 @@ class Assembly(Part):
         engine, zero = self.engine, self.engine._config.zero_config
         mics = engine._config.mics_shard_size
         alone = engine.parallel.world_size == 1  # one copy of several stages is a group of one rank
-        group, (shard, copies) = None if alone else engine.parallel.dp_group, (SAME_WEIGHTS, [])
+        group = None if alone else engine.parallel.dp_group
         if mics > 0:
-            group, (shard, copies) = engine.parallel.cut_for_mics(mics), MICS
+            group = cut_for_mics(engine.parallel.mesh, mics)
         self.shard_group = group
         take_over(engine.module)
         engine._access = shard_model(engine.module, engine.parallel, group)
-        options = self._core_options(shard)
-        engine.core, engine._param_names = build_core(
-            groups,
-            others=engine._unmanaged,
-            gathers=functools.partial(engine.parallel.communicator, shard, Purpose.GATHER),
-            replicas=engine.parallel.communicator(copies, Purpose.REDUCE),
-            **options,
-        )
+        options = self._core_options()
+        engine.core, engine._param_names = build_core(groups, others=engine._unmanaged, **options)
         give_up = None if optimizer is not None else self.release
         engine._access.attach(engine.module, engine.core, give_up, checks_writes=zero.enable_sanity_checks)
         apply_z3_leaf_module_config(engine.module, zero.leaf_module)

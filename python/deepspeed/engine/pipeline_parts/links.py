@@ -25,8 +25,9 @@ class Links:
         """Once this engine knows its stage. All members ask in one order."""
         engine, ranks = self.engine, self.engine.parallel
         self.channel = ranks.channel(engine.device, engine.module.pipe_shape) or NoChannel()
-        self.copies = ranks.communicator(SAME_WEIGHTS, Purpose.CONTROL) if ranks.dp_world_size > 1 else None
-        self.stages = ranks.communicator(["pp"], Purpose.CONTROL) if engine.is_pipe_parallel else None
+        opened = ranks.mesh.communicator
+        self.copies = opened(SAME_WEIGHTS, Purpose.CONTROL) if ranks.dp_world_size > 1 else None
+        self.stages = opened(["pp"], Purpose.CONTROL) if engine.is_pipe_parallel else None
         self.tied = {key: ranks.over(tied["ranks"]) for key, tied in engine.module.tied_comms.items()}
         section, cut = engine._config.pipeline, set()
         if engine.is_model_parallel and engine.is_pipe_parallel:
@@ -46,7 +47,8 @@ class Links:
         """Stages of one copy hear of its first stage, copies of stages of the first copy: all have the same then."""
         engine = self.engine
         if self.copies is not None and engine.is_first_stage():
-            dist.broadcast_object_list(objects, engine.parallel.source_rank(), group=engine.parallel.dp_group)
+            group = engine.parallel.dp_group
+            dist.broadcast_object_list(objects, dist.get_global_rank(group, 0), group=group)
         if engine.is_pipe_parallel:
             group = engine.grid.get_pipe_parallel_group()
             dist.broadcast_object_list(objects, engine.grid.stage_to_global(0), group=group)

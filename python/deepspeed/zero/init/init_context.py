@@ -13,7 +13,7 @@ from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.agreement import attempt, problems_of_ranks
-from deepspeed.comm.mesh_views import EngineRanks
+from deepspeed.comm.mesh_views import EngineMesh
 from deepspeed.config.getters import resolved_sections
 from deepspeed.config.read import read
 from deepspeed.config.sections import OffloadDeviceEnum
@@ -178,7 +178,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if not dist.is_initialized():
             dist.init_distributed()
         group = sequence_data_parallel_group or data_parallel_group
-        group = group or (EngineRanks(mpu).dp_group if mpu is not None else None)
+        group = group or (EngineMesh(mpu).dp_group if mpu is not None else None)
         group = self._sharing_ranks(group, zero)
         self.access = sharding.ShardAccess.of_group(group)
         problem = _contradicting_single_rank_pg_error(self.access.world, group is not None)

@@ -14,6 +14,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm.agreement import attempt
+from deepspeed.comm.mesh_views import adopted
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
@@ -54,7 +55,9 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer):
     def engine(self):
         return self._engine() if self._engine is not None else None
 
-    def __init__(self, init_optimizer, engine, param_names, scaler_args, clip_grad, **core_options):
+    def __init__(
+        self, init_optimizer, engine, param_names, scaler_args, clip_grad, dp_process_group=None, **core_options
+    ):
         self.optimizer = init_optimizer
         self._engine = weakref.ref(engine) if engine is not None else None
         self.bit16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
@@ -62,9 +65,10 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer):
         narrow = [param.dtype for param in self._params if param.dtype in DTYPES]
         self.low_precision_dtype = narrow[0] if narrow else torch.float32
         self.param_names = dict(param_names or {})
-        self.dp_process_group = core_options.get("data_parallel")
+        self.dp_process_group = dp_process_group
         scaler = CreateLossScaler(self.low_precision_dtype, *scaler_args)
-        self._start(engine, scaler, clip_grad, **core_options)
+        mesh = adopted(dp_process_group) if engine is None else None
+        self._start(engine, scaler, clip_grad, mesh=mesh, **core_options)
         if not self.stepping.fused and self.rests_in_files():
             raise ZeRORuntimeException(
                 f"{type(init_optimizer).__name__} cannot update masters that rest in files: use an optimizer of "

@@ -12,9 +12,9 @@ from deepspeed.utils.param_access import shape_of
 class ParamRanks:
     """The ranks that train a parameter: its attribute ``ds_ranks``, set on every rank before ``deepspeed.initialize``.
 
-    ``rule`` is the name of a rule of the core (csrc/zero/spaces/rules/), ``groups`` maps the names that the rule asks
-    for to ranks of the job: lists of them, or groups of torch's, over which the core opens communicators of its own.
-    Names mean the same for all such parameters of a model. ``copies`` is torch's group of those that train the same
+    ``rule`` is the name of a rule of the core (csrc/plan/spaces/), ``groups`` maps the two axes of its fold ("edp" and
+    "ep" for experts) to this rank's list along them: ranks of the job, or a group of torch's. A rule has the same ranks
+    for all such parameters of a model. ``copies`` is torch's group of those that train the same
     parameter: its first rank's values are what all start from. ``rows``: ``(first, all)`` where the parameter is the
     rows from ``first`` on of a tensor of ``all`` rows, which is what checkpoints have.
     """
@@ -28,14 +28,17 @@ def ranks_of(param):
     return getattr(param, "ds_ranks", None)
 
 
-def groups_of(params):
-    """The ranks of all parameters by name, for the core. ValueError where two mean different ranks by one name."""
+def folds_of(params):
+    """``{rule: {axis: ranks}}`` of parameters with ranks of their own. ValueError where two mean different ranks by one
+    rule."""
     found = {}
-    for param in params:
-        for name, group in ranks_of(param).groups.items() if ranks_of(param) is not None else ():
-            ranks = group if isinstance(group, list) else dist.get_all_ranks_from_group(group)
-            if found.setdefault(name, ranks) != ranks:
-                raise ValueError(f"two parameters mean different groups by the name {name!r} in their ds_ranks")
+    for ranks in filter(None, map(ranks_of, params)):
+        lists = {
+            axis: group if isinstance(group, list) else dist.get_all_ranks_from_group(group)
+            for axis, group in ranks.groups.items()
+        }
+        if found.setdefault(ranks.rule, lists) != lists:
+            raise ValueError(f"two parameters mean different ranks by the rule {ranks.rule!r} in their ds_ranks")
     return found
 
 
