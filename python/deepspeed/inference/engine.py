@@ -232,7 +232,7 @@ class InferenceEngine(torch.nn.Module):
         shared, slices = self._make_groups(min(spec.num_experts for spec in specs))
         found.config.autoep_size = shared
         validate_autoep_post_detection(found.config, specs)
-        same = mesh.group_over(self._ranks(shared, slices, ["dp", "slice"]))
+        same = mesh.group_over(self._ranks(shared, slices, ["experts.dp", "experts.slice"]))
         handles = types.SimpleNamespace(ep_group=self.inference_ep_group, edp_group=same)
         made = found.replace_moe_layers(specs, shared, dist.get_rank() % self._size // slices)
         for layer in made.values():
