@@ -127,8 +127,9 @@ def check_pages(pages):
                     f"{path}:{line} begins a sentence with '{sentence[:50]}': a sentence begins with its subject, or "
                     f"with a condition and a comma. {SEE}"
                 )
-            if DENIAL.search(sentence):
-                yield f"{path}:{line} says '{DENIAL.search(sentence).group()}' in '{sentence[:70]}': say 'is not a'. {SEE}"
+            denial = DENIAL.search(sentence)
+            if denial:
+                yield f"{path}:{line} says '{denial.group()}' in '{sentence[:70]}': a page says 'is not a'. {SEE}"
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
