@@ -1,4 +1,4 @@
-"""Rules about sentences: how comments and docstrings begin, and what messages say."""
+"""Rules about sentences: how comments, docstrings and the sentences of pages begin, and what messages say."""
 
 import ast
 import io
@@ -80,6 +80,56 @@ def check_beginnings(files):
                     f"{path}:{line} begins with '{comment[:50]}': a comment begins with what the code is or does, in "
                     f"words of its own: 'Returns ...', 'Number of ...', 'The tensors that ...'. {SEE}"
                 )
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+MARK = r"(?:[-*]|\d+\.)\s+"  # in front of an item of a list
+SENTENCE = re.compile(r"(?<=[.!?])[)\"'*_]*\s+(?=[\w(\"'*_\[`])")
+CELL = re.compile(r"(?<!\\)\|")
+
+
+def page_sentences(text):
+    """(line, sentence) of a page in Markdown, without headings, which are titles, and without code."""
+    text = re.sub(r"^(\s*)```.*?^\s*```", lambda block: "\n" * block.group().count("\n"), text, flags=re.M | re.S)
+    for number, block in _blocks(text):
+        start = 0
+        for end in [*(found.end() for found in SENTENCE.finditer(block)), len(block)]:
+            sentence = block[start:end].strip()
+            if sentence:
+                yield number + block.count("\n", 0, start), " ".join(sentence.lstrip("*_([\"'").split())
+            start = end
+
+
+def _blocks(text):
+    """(line, text) of each paragraph, item of a list and cell of a table."""
+    first, lines = 0, []
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        item = re.match(rf"\s*{MARK}", line)
+        alone = not line.strip() or line.startswith(("#", "|")) or (line.startswith("    ") and not lines and not item)
+        if lines and (alone or item):
+            yield first, "\n".join(lines)
+            lines = []
+        if line.startswith("|"):
+            yield from ((number, cell.strip()) for cell in CELL.split(re.sub(r"`[^`]*`", "``", line)) if cell.strip())
+        elif not alone:
+            first = first if lines else number
+            lines.append(line[item.end() if item else 0 :])
+
+
+@listed
+def check_pages(pages):
+    """``pages``: {path: text} of pages in Markdown. A question may begin with its question word."""
+    for path, text in pages.items():
+        for line, sentence in page_sentences(text):
+            if begins_with_a_clause(sentence) and not sentence.endswith("?"):
+                yield (
+                    f"{path}:{line} begins a sentence with '{sentence[:50]}': a sentence begins with its subject, or "
+                    f"with a condition and a comma. {SEE}"
+                )
+            denial = DENIAL.search(sentence)
+            if denial:
+                yield f"{path}:{line} says '{denial.group()}' in '{sentence[:70]}': a page says 'is not a'. {SEE}"
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
