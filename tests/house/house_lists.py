@@ -123,6 +123,7 @@ ALLOCATIONS = {
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
     "zero/any_kernels.cpp": (2, "a number for each run of a sum; magnitudes whose columns are added up"),
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
+    "zero/spaces/mesh_spaces.cpp": (2, "a message to other ranks, before there is a storage"),
     "zero/spaces/param_store_homes.cpp": (1, "old values that somebody else has kept: the memory is theirs"),
     "zero/gradients/flag_exchange.cpp": (1, _SMALL),
     "zero/gradients/agreement.cpp": (3, _SMALL),

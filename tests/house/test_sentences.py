@@ -31,7 +31,7 @@ def test_messages(written):
 
 # docs/config.md and docs/files.md are made from the sources. The other two pages are being rewritten: remove them here
 # when no sentence of theirs breaks the rule.
-OTHER_PAGES = ("docs/config.md", "docs/files.md", "docs/core.md", "docs/architecture.md")
+OTHER_PAGES = ("docs/config.md",)
 
 
 def pages():

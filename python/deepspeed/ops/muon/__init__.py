@@ -1,4 +1,4 @@
-"""Muon over native kernels, with Adam for the parameters that are no matrices."""
+"""Muon over native kernels, with Adam for the parameters that are not matrices."""
 
 from deepspeed.ops.from_config import builder_of
 from deepspeed.ops.muon.flags import set_optimizer_flags
