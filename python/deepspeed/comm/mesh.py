@@ -146,7 +146,7 @@ def take_over_groups():
     return kept[0]
 
 
-def _open(backend, key, ranks, in_memory):
+def _open(backend, key, ranks, in_memory=False):
     """A native communicator, and what it goes over: that ends with its last holder, without the interpreter's lock,
     which gloo's threads may need. torch's tables do not know it. ``in_memory``: ranks of one host exchange through its
     memory."""
