@@ -33,7 +33,8 @@ const OptimizerType type(
      number("muon_lr", nullptr, "Learning rate of the parameters that Muon updates, instead of lr.").at_least(0),
      number("adam_lr", nullptr, "Learning rate of the others, instead of lr.").at_least(0),
      number("momentum", 0.95, "Momentum of the parameters that Muon updates.").at_least(0),
-     text("ns_method", "gram", "How the Newton-Schulz iteration is done: on the Gram matrix, or on the matrix itself.")
+     text("ns_method", "gram",
+          "Matrix that the Newton-Schulz iteration works on: the Gram matrix, or the matrix itself.")
          .one_of({"gram", "standard"}),
      list("betas", std::vector<double>{0.9, 0.95},
           "Decay of Adam's running averages of the gradient and of its square.")

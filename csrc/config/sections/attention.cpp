@@ -38,7 +38,7 @@ DS_CONFIG_CHAPTER(90, kTraining, "Sparse attention") {
               boolean("different_layout_per_head", false, "Every head has a pattern of its own."),
               integer("num_local_blocks", 4, "Blocks of a local window (fixed).").above(0),
               integer("num_global_blocks", 1, "Blocks of a window that all attend to (fixed, bigbird).").above(0),
-              text("attention", "bidirectional", "Which way (fixed, variable).")
+              text("attention", "bidirectional", "Direction of the attention (fixed, variable).")
                   .one_of({"bidirectional", "unidirectional"}),
               boolean("horizontal_global_attention", false, "Global blocks attend to all, too (fixed, variable)."),
               integer("num_different_global_patterns", 1, "Different choices of global blocks over heads (fixed).")
@@ -47,7 +47,8 @@ DS_CONFIG_CHAPTER(90, kTraining, "Sparse attention") {
               list("local_window_blocks", std::vector<int64_t>{4}, "Blocks of each local window (variable).")
                   .items(kInt)
                   .items_at_least(1),
-              list("global_block_indices", std::vector<int64_t>{0}, "Which blocks are global (variable, bslongformer).")
+              list("global_block_indices", std::vector<int64_t>{0},
+                   "Indices of the global blocks (variable, bslongformer).")
                   .items(kInt)
                   .items_at_least(0),
               list("global_block_end_indices", nullptr, "Ends of ranges that start at those (variable, bslongformer).")

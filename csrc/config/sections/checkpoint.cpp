@@ -6,9 +6,9 @@ namespace ds::config {
 DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
   c.add(
       section(
-          "checkpoint", "How checkpoints are written and read.",
+          "checkpoint", "Writing and reading of checkpoints.",
           {
-              text("tag_validation", "WARN", "What to do when ranks save under different tags.")
+              text("tag_validation", "WARN", "Action when ranks save under different tags.")
                   .one_of_any_case({"WARN", "IGNORE", "FAIL"}),
               boolean("load_universal", false, "load_checkpoint reads a universal checkpoint."),
               boolean("use_node_local_storage", false,
@@ -21,16 +21,16 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                   .fallback_to(nullptr)
                   .computed("null: true where the directory saved into cannot rename folders"),
               integer("keep_last", nullptr,
-                      "So many checkpoints stay in a folder: a save removes the oldest that this library wrote there.")
+                      "Number of checkpoints that stay in a folder: a save removes the oldest that this library wrote "
+                      "there.")
                   .above(0),
-              text(
-                  "verify_on_load", "sizes",
-                  "What load_checkpoint compares with the manifest first: nothing, that all files are there with their "
-                  "sizes, or every byte.")
+              text("verify_on_load", "sizes",
+                   "load_checkpoint first compares this with the manifest: nothing, the presence and the sizes of all "
+                   "files, or every byte.")
                   .one_of_any_case({"none", "sizes", "all"}),
               boolean("trust_pickles", false,
                       "Loading may call what a pickled file names, whatever it is. Only for files that you trust."),
-              section("parallel_write", "Which ranks write.",
+              section("parallel_write", "Ranks that write.",
                       {
                           boolean("pipeline_stage", false,
                                   "All data-parallel ranks share the layers of their pipeline stage.")
@@ -68,7 +68,7 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                       boolean("io_buffer_double", true, "Fill one buffer while the other is written."),
                       boolean("show_statistics", false, "Print its bandwidth."),
                       text("data_parallel", nullptr,
-                           "Which data-parallel ranks share the writing of files of which all have the same (weights "
+                           "Data-parallel ranks that share the writing of files that are equal on all of them (weights "
                            "below stage 3): all (REPLICA), one of each SOCKET or one of each MACHINE; null: the first "
                            "one writes alone.")
                           .one_of_any_case({"REPLICA", "SOCKET", "MACHINE"}),
@@ -83,7 +83,7 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                             boolean("enabled", false, "Switch it on."),
                             text("persistent_storage_path", nullptr, "Folder for the copies that stay."),
                             integer("persistent_time_interval", 100, "Seconds between those.").above(0),
-                            integer("num_of_version_in_retention", 2, "How many of them are kept.").above(0),
+                            integer("num_of_version_in_retention", 2, "Number of these copies that are kept.").above(0),
                             boolean("enable_nebula_load", true, "Load through Nebula, too."),
                             text("nebula_load_path", nullptr, "Folder to load from."),
                         });
@@ -113,7 +113,7 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
              j.error({"checkpoint.writer.type", "checkpoint.writer.format"}, "torch.save writes no safetensors.",
                      "Use the type \"FAST\".");
          });
-  c.rule("checkpoint.writer.data_parallel needs files of which ranks have the same, and zip archives.",
+  c.rule("checkpoint.writer.data_parallel needs files that are equal on several ranks, and zip archives.",
          [](RuleContext& j) {
            if (j.is_null("checkpoint.writer") || j.is_null("checkpoint.writer.data_parallel")) return;
            if (!j.on("checkpoint.checkpoint_serialization"))

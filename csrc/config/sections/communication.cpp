@@ -93,8 +93,8 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
   // Ours, not DeepSpeed's.
   c.add(section("comm", "Collectives between ranks.",
                 {number("timeout", nullptr,
-                        "Seconds that ranks wait for each other before all give up and name who is missing; null: what "
-                        "init_distributed was given, else 30 minutes.")
+                        "Seconds that ranks wait for each other before all give up and name who is missing; null: the "
+                        "timeout given to init_distributed, else 30 minutes.")
                      .above(0)
                      .or_null()
                      .overridden_by("DS_COMM_TIMEOUT_S")}));

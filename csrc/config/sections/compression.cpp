@@ -31,7 +31,7 @@ Field scheme() {
   return text("quantization_type", "symmetric", "Range of the quantized values.").one_of({"symmetric", "asymmetric"});
 }
 Field pruning_method(const char* fallback, std::vector<Literal> choices) {
-  return text("method", fallback, "How weights are chosen.").one_of(std::move(choices));
+  return text("method", fallback, "Method that chooses weights.").one_of(std::move(choices));
 }
 
 const char* const kMethods[] = {"weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning",
@@ -47,8 +47,8 @@ DS_CONFIG_CHAPTER(80, kTraining, "Compression") {
                   {
                       enabled(),
                       integer("keep_number_layer", nullptr, "Layers to keep.").above(0),
-                      text("module_name_prefix", nullptr, "Where the layers are in the model."),
-                      list("teacher_layer", nullptr, "Which layers of the teacher.").items(kInt),
+                      text("module_name_prefix", nullptr, "Place of the layers in the model."),
+                      list("teacher_layer", nullptr, "Numbers of these layers in the teacher.").items(kInt),
                       list("other_module_name", nullptr, "Further modules to copy.").items(kText),
                   })
               .not_built("layer reduction"),
@@ -60,12 +60,12 @@ DS_CONFIG_CHAPTER(80, kTraining, "Compression") {
                      integer("quantize_groups", 1, "Groups per weight.").above(0),
                      boolean("quantize_verbose", false, "Print changes of the bits."),
                      scheme(),
-                     text("rounding", "nearest", "How values are rounded.").one_of({"nearest", "stochastic"}),
+                     text("rounding", "nearest", "Rounding of the values.").one_of({"nearest", "stochastic"}),
                      boolean("quantize_weight_in_forward", false, "Quantize in forward rather than in the step."),
                      section("fp16_mixed_quantize", "Mix quantized and fp16 weights.",
                              {
                                  enabled(),
-                                 number("quantize_change_ratio", 0.001, "How fast the mix changes.").at_least(0),
+                                 number("quantize_change_ratio", 0.001, "Rate at which the mix changes.").at_least(0),
                              }),
                  },
                  {bits("start_bits", "Bits at the start."), bits("target_bits", "Bits at the end."),
@@ -74,7 +74,8 @@ DS_CONFIG_CHAPTER(80, kTraining, "Compression") {
                  {
                      enabled(),
                      scheme(),
-                     text("range_calibration", "dynamic", "When the range is measured.").one_of({"dynamic", "static"}),
+                     text("range_calibration", "dynamic", "Time at which the range is measured.")
+                         .one_of({"dynamic", "static"}),
                      offset(1000),
                  },
                  {bits("bits", "Bits.")}),
@@ -109,7 +110,7 @@ DS_CONFIG_CHAPTER(80, kTraining, "Compression") {
   c.add(section(
             "quantize_training", "Older settings of quantization, read when compression_training quantizes weights.",
             {
-                section("eigenvalue", "Let curvature decide how fast layers lose bits. Switched off for good.",
+                section("eigenvalue", "Let curvature decide the rate at which layers lose bits. Switched off for good.",
                         {
                             boolean("enabled", false, "true is refused.").one_of({false}).raises(ErrorKind::kAssertion),
                             boolean("verbose", false, "Print the values."),
@@ -117,8 +118,8 @@ DS_CONFIG_CHAPTER(80, kTraining, "Compression") {
                             number("tol", 0.01, "Relative change at which they stop.").above(0),
                             number("stability", 1e-6, "Added to norms.").at_least(0),
                             integer("gas_boundary_resolution", 1, "Optimizer steps between measurements.").above(0),
-                            text("layer_name", "bert.encoder.layer", "Where the layers are in the model."),
-                            integer("layer_num", 0, "How many there are.").at_least(0),
+                            text("layer_name", "bert.encoder.layer", "Place of the layers in the model."),
+                            integer("layer_num", 0, "Number of these layers.").at_least(0),
                         }),
             })
             .ignores_unknown()

@@ -21,7 +21,7 @@ Field curriculum_schedule() {
 }
 
 Field schedule_type() {
-  return text("schedule_type", nullptr, "How difficulty grows.")
+  return text("schedule_type", nullptr, "Function by which the difficulty grows.")
       .one_of({"fixed_linear", "fixed_root", "fixed_discrete", "custom"});
 }
 
@@ -68,7 +68,7 @@ Field data_sampling() {
                   path("metrics_path",
                        "Folder of an analysis with the metric seqlen, or of seqlens.npy, the lengths of the samples; "
                        "the latter is written where both are missing."),
-                  text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
+                  text("lr_scaling_method", "linear", "Rule by which the learning rate follows the batch size.")
                       .one_of({"linear", "sqrt", "none"}),
                   integer("min_batch_size", 1, "Minimum number of samples in a micro-batch; smaller ones are left out.")
                       .above(0),
@@ -110,7 +110,7 @@ Field data_routing() {
                       {
                           integer("min_value", nullptr, "The number at the start.").above(0),
                           integer("max_value", nullptr, "The number at the end: the length of a sequence.").above(0),
-                          text("schedule_type", nullptr, "How the number grows; null: fixed_linear.")
+                          text("schedule_type", nullptr, "Function by which the number grows; null: fixed_linear.")
                               .one_of({"fixed_linear"}),
                           section("schedule_config", "Settings of the schedule.",
                                   {

@@ -41,15 +41,15 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
                   boolean("overwrite", true, "Run experiments again that have results."),
                   integer("start_profile_step", 3, "First measured step, counted from 0.").at_least(0),
                   integer("end_profile_step", 5, "The step, counted from 0, before which the run ends.").at_least(0),
-                  text("metric", "throughput", "What to make best.")
+                  text("metric", "throughput", "Metric to make best.")
                       .one_of({"latency", "throughput", "flops", "forward", "step"}),
                   text("metric_path", nullptr,
                        "File that gets the metrics; null: metrics.json. The tuner names one for each experiment."),
-                  text("tuner_type", "gridsearch", "How to search.").one_of({"gridsearch", "random", "model_based"}),
+                  text("tuner_type", "gridsearch", "Search method.").one_of({"gridsearch", "random", "model_based"}),
                   integer("tuner_early_stopping", 5, "Experiments without progress before it stops.").at_least(0),
                   integer("tuner_num_trials", 50, "Most experiments.").above(0),
                   table("arg_mappings", nullptr, "Script arguments that carry a key of this configuration, by key."),
-                  section("model_info", "What is known about the model.",
+                  section("model_info", "Known facts about the model.",
                           {
                               boolean("profile", false, "Find it out in a run of its own."),
                               integer("num_params", nullptr, "Parameters.").above(0),
@@ -68,7 +68,7 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
                   integer("min_train_batch_size", 1, "Smallest train batch size to try.").above(0),
                   integer("max_train_micro_batch_size_per_gpu", 1024, "Largest micro batch size to try.").above(0),
                   integer("min_train_micro_batch_size_per_gpu", 1, "Smallest micro batch size to try.").above(0),
-                  integer("num_tuning_micro_batch_sizes", 3, "How many micro batch sizes to try.").above(0),
+                  integer("num_tuning_micro_batch_sizes", 3, "Number of micro batch sizes to try.").above(0),
               });
   c.add(tuning);
   c.rule(

@@ -44,7 +44,7 @@ DS_CONFIG_CHAPTER(97, kTraining, "Compilation and generation") {
       .ignores_old("enabled", "a model is compiled where the script calls engine.compile()")
       .ignores_old("kwargs", "engine.compile(compile_kwargs=...) takes them");
   c.add(compile.not_built("DeepCompile", {"deepcompile"}));
-  c.rule("compile: of offload_activation, offload_opt_states and offload_parameters at most one is on.",
+  c.rule("compile: at most one of offload_activation, offload_opt_states and offload_parameters is on.",
          [](RuleContext& j) {
            const std::vector<std::string> kinds = {"compile.offload_activation", "compile.offload_opt_states",
                                                    "compile.offload_parameters"};

@@ -82,7 +82,7 @@ DS_CONFIG_CHAPTER(10, kInference, "Keys of init_inference") {
   c.add(integer("training_mp_size", 1, "Model-parallel ranks the checkpoint was trained with.").at_least(1));
   c.add(text("replace_method", "auto", "Has no effect.").deprecated());
   c.add(
-      table("injection_dict", nullptr, "Which layers are replaced, by class.").also(kPython).alias("injection_policy"));
+      table("injection_dict", nullptr, "Layers that are replaced, by class.").also(kPython).alias("injection_policy"));
   c.add(list("injection_policy_tuple", nullptr, "Names of linear layers whose output is reduced.").also(kPython));
   c.add(table("args", nullptr, "Further arguments.").alias("config"));
   c.add(integer("max_tokens", 1024, "Most tokens of a sequence.").above(0).alias("max_out_tokens"));

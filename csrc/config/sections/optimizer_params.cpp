@@ -117,8 +117,8 @@ std::map<std::string, std::vector<Field>> optimizer_params() {
              eps_inside_sqrt(),
              max_grad_norm(),
              integer("var_freeze_step", 100000, "Step after which the variance stays as it is.").at_least(0),
-             integer("var_update_scaler", 16, "How fast the interval between variance updates grows.").at_least(1),
-             integer("local_step_scaler", 32678, "How fast the interval between communications grows.").at_least(1),
+             integer("var_update_scaler", 16, "Growth of the interval between variance updates.").at_least(1),
+             integer("local_step_scaler", 32678, "Growth of the interval between communications.").at_least(1),
              integer("local_step_clipper", 16, "Largest interval between communications.").at_least(1)} +
       onebit();
   for (const Registered& type : registered())

@@ -9,10 +9,10 @@ Field name(const char* key, const char* doc) { return text(key, nullptr, doc); }
 Field flag(const char* key, const char* doc) { return boolean(key, false, doc).or_null().fallback_to(nullptr); }
 
 Field layer_specs() {
-  Field out = list("layer_specs", std::vector<std::string>{}, "How parameters are split, by name.");
+  Field out = list("layer_specs", std::vector<std::string>{}, "Split of parameters, by name.");
   out.fields = {
       list("patterns", std::vector<std::string>{}, "Regular expressions for parameter names.").items(kText),
-      text("partition_type", "column", "How it is split.").one_of_any_case({"column", "row", "skip"}),
+      text("partition_type", "column", "Kind of the split.").one_of_any_case({"column", "row", "skip"}),
       boolean("gather_output", false, "Gather the output."),
       boolean("grad_allreduce", false, "Reduce its gradient over the tensor-parallel ranks."),
       list("shape", nullptr, "Shape in sub-tensors, for fused parameters."),
@@ -29,8 +29,9 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
             "pipeline", "Settings of PipelineModule.",
             {
                 text("stages", "auto", "Number of stages: that of the module, which decides.").also(kInt).above(0),
-                text("partition", "best", "How layers are dealt to stages: as the module says."),
-                text("schedule", "1f1b", "In which order stages compute; auto: the fastest that fits memory_limit.")
+                text("partition", "best",
+                     "Method that divides the layers among stages: that of the module, which decides."),
+                text("schedule", "1f1b", "Order in which stages compute; auto: the fastest that fits memory_limit.")
                     .one_of({"1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "auto"}),
                 integer("memory_limit", 0, "Bytes of states and activations of a stage, for schedule auto; 0: any.")
                     .at_least(0),
@@ -58,7 +59,7 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                     })
               .alias("tensor_parallel"),
           list("injection_policy_tuple", nullptr, "Names of linear layers whose output is reduced.").also(kPython),
-          section("partition_config", "How parameters are split.",
+          section("partition_config", "Split of parameters.",
                   {
                       integer("tp_size", 1, "Ranks.").at_least(1),
                       layer_specs(),
@@ -94,8 +95,9 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                       .no_effect("there is no Triton product here"),
                   flag("route_norm", "Normalise routing weights; null: as the model does."),
                   number("route_scale", 1.0, "Factor on routing weights."),
-                  text("score_apply", "auto", "Where routing weights are applied.").one_of({"auto", "pre", "post"}),
-                  text("combine_impl", "auto", "How outputs are combined.")
+                  text("score_apply", "auto", "Place where routing weights are applied, before or after the experts.")
+                      .one_of({"auto", "pre", "post"}),
+                  text("combine_impl", "auto", "Method that combines outputs.")
                       .one_of({"auto", "weighted_sum", "legacy_bmm"})
                       .no_effect("all of them are the same sum in fp32, which one kernel computes"),
                   integer("num_expert_groups", nullptr, "Groups of experts for limited routing.").at_least(1),

@@ -27,7 +27,7 @@ DS_CONFIG_CHAPTER(60, kTraining, "Profiling") {
           boolean("verbose", false, "Print each operation when it is done."),
           boolean("debug", false, "Record the caller, too."),
       }));
-  c.add(validated("step_log", "Where the time of each step went, of which engine.step_log() tells.",
+  c.add(validated("step_log", "Log of the time that the parts of each step took; engine.step_log() returns it.",
                   {
                       boolean("enabled", true, "Switch it off."),
                       text("file", nullptr, "File of rank 0 that gets a line of JSON for each step; null writes none."),

@@ -13,11 +13,11 @@ Field per_group(std::string name, Literal fallback, std::string doc) {
 }
 Field last_batch() { return integer("last_batch_iteration", -1, "Step to resume after; -1 starts anew.").at_least(-1); }
 Field unit() {
-  return text("unit", "steps", "What the schedule counts, in every key that says steps.")
+  return text("unit", "steps", "Unit that the schedule counts, in every key that says steps.")
       .one_of({"steps", "samples", "tokens"});
 }
 Field warmup_unit() {
-  return text("warmup_unit", nullptr, "What the warm-up counts; null: the unit.")
+  return text("warmup_unit", nullptr, "Unit that the warm-up counts; null: the unit of the schedule.")
       .one_of({"steps", "samples", "tokens"});
 }
 Field warmup_type() {
@@ -67,16 +67,17 @@ std::map<std::string, Fields> scheduler_params() {
 }  // namespace
 
 DS_CONFIG_CHAPTER(25, kTraining, "Learning rate") {
-  c.add(section(
-      "scheduler",
-      "The learning-rate schedule to make, unless one is given to initialize(). It moves once per optimizer step.",
-      {
-          text("type", nullptr, "Its name.")
-              .one_of({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
-              .or_other("any class in torch.optim.lr_scheduler"),
-          table("params", nullptr, "Arguments of its constructor.").variants_by("type", scheduler_params()),
-      })
-            .ignores_private());
+  c.add(
+      section(
+          "scheduler",
+          "The learning-rate schedule to make, unless one is given to initialize(). It moves once per optimizer step.",
+          {
+              text("type", nullptr, "Its name.")
+                  .one_of({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
+                  .or_other("any class in torch.optim.lr_scheduler"),
+              table("params", nullptr, "Arguments of its constructor.").variants_by("type", scheduler_params()),
+          })
+          .ignores_private());
 }
 
 }  // namespace ds::config

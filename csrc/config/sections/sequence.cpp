@@ -5,15 +5,15 @@ namespace ds::config {
 
 DS_CONFIG_CHAPTER(36, kTraining, "Sequence parallelism") {
   // Ours, not DeepSpeed's.
-  c.add(section("sequence_parallel", "Ranks that share one sequence, and what lets sequences be longer.",
+  c.add(section("sequence_parallel", "Ranks that share one sequence, and settings that allow longer sequences.",
                 {
                     integer("size", nullptr, "Ranks that share one sequence: another key for sequence_parallel_size.")
                         .above(0),
                     text("method", "auto",
-                         "How they share the attention of a model of transformers. ulysses: tokens are exchanged for "
-                         "heads; ring: keys and values travel; both: neighbours exchange, and their groups are a "
-                         "ring; auto: an exchange inside of a host, a ring between hosts and where heads are fewer "
-                         "than ranks.")
+                         "Method by which the ranks share the attention of a model of transformers. ulysses: tokens "
+                         "are exchanged for heads; ring: keys and values travel; both: neighbours exchange, and their "
+                         "groups are a ring; auto: an exchange inside of a host, a ring between hosts and where heads "
+                         "are fewer than ranks.")
                         .one_of({"auto", "ulysses", "ring", "both"}),
                     boolean("tile_mlp", false,
                             "MLPs go through the sequence tile by tile: those that are called like one and are "
@@ -27,7 +27,7 @@ DS_CONFIG_CHAPTER(36, kTraining, "Sequence parallelism") {
                             "transformers; 0: all.")
                         .at_least(0),
                     text("offload", "none",
-                         "Where inputs of recomputed layers, and with chunk queries, keys and values, wait for "
+                         "Place where inputs of recomputed layers, and with chunk queries, keys and values, wait for "
                          "backward.")
                         .one_of({"none", "host", "file"}),
                     text("folder", nullptr, "Folder for offload \"file\", on a drive of this host."),

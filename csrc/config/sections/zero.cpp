@@ -15,12 +15,12 @@ Field size(std::string name, int64_t fallback, std::string doc) {
 Field share(std::string name, double fallback, std::string doc) {
   return number(std::move(name), fallback, std::move(doc)).at_least(0).at_most(1);
 }
-Field device() { return text("device", "none", "Where they go.").one_of({"none", "cpu", "nvme"}); }
+Field device() { return text("device", "none", "Device that they go to.").one_of({"none", "cpu", "nvme"}); }
 Field nvme_path() { return text("nvme_path", nullptr, "Folder on the NVMe drive, for device nvme."); }
 Field pin_memory() { return boolean("pin_memory", true, "Use page-locked host memory."); }
 
 Field offload_param() {
-  return validated("offload_param", "Where parameters rest between uses (stage 3).",
+  return validated("offload_param", "Place where parameters rest between uses (stage 3).",
                    {
                        device(),
                        nvme_path(),
@@ -34,13 +34,14 @@ Field offload_param() {
 
 Field offload_optimizer() {
   return validated(
-             "offload_optimizer", "Where masters, gradients and optimizer states rest, and where the step is done.",
+             "offload_optimizer",
+             "Place where masters, gradients and optimizer states rest, and where the step is done.",
              {
                  device(),
                  nvme_path(),
                  size("buffer_count", 4,
                       "Buffers, each of a bucket, for a step on NVMe; at least the states per parameter plus two. Also "
-                      "how many buckets of gradients may wait on the device to leave it (0: any number)."),
+                      "the number of buckets of gradients that may wait on the device to leave it (0: any number)."),
                  pin_memory(),
                  boolean("pipeline_read", false,
                          "Read the next bucket's states from NVMe while this one is updated. Needs buffer_count more "
