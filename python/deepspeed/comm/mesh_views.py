@@ -150,43 +150,37 @@ def _ask_all(mpu, kind):
 
 class EngineMesh:
     """The mesh of an engine, and torch's groups along its axes: those of ``mpu`` where the caller brings one; else all
-    ranks train the same parameters.
+    ranks of the job in a grid with these ``axes`` (``config.world.job_grid``).
 
-    ``dp_*``: the ranks that train the same parameters. ``data_*``: those of them that see different data, which are
-    fewer where ranks share sequences: ``sp_*``. ``sequences``: without an mpu, the ``Members`` of these three.
+    ``dp_*``: group, size and rank of the ranks that train the same parameters. ``data_*``: those of them that see
+    different data, which are fewer where ranks share sequences: ``sp_*``. ``mp_*``: the ranks with other slices of the
+    same layers. A group of one rank may be None.
     """
 
-    def __init__(self, mpu=None, sequences=None):
+    def __init__(self, mpu=None, **axes):
         self.mpu = mpu
-        self.sp_group, self.sp_world_size, self.sp_rank = None, 1, 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        if mpu is None:
-            self.dp_group = dist.get_world_group() if dist.is_initialized() else None
-            self.dp_world_size, self.dp_rank = self.world_size, self.rank
-            self.mp_group, self.mp_world_size, self.mp_rank = None, 1, 0
-        else:
-            self.dp_group = mpu.get_data_parallel_group()
-            self.dp_world_size = mpu.get_data_parallel_world_size()
-            self.dp_rank = mpu.get_data_parallel_rank()
-            self.mp_world_size = ask_mpu(mpu, "world_size") or 1
-            self.mp_rank = ask_mpu(mpu, "rank") or 0
-            self.mp_group = ask_mpu(mpu, "group") if self.mp_world_size > 1 else None
-        self.data_group, self.data_world_size, self.data_rank = self.dp_group, self.dp_world_size, self.dp_rank
-        if sequences is not None:
-            three = [(members.group, members.size, members.rank) for members in sequences]
-            self.dp_group, self.dp_world_size, self.dp_rank = three[0]
-            self.data_group, self.data_world_size, self.data_rank = three[1]
-            self.sp_group, self.sp_world_size, self.sp_rank = three[2]
-        elif (sequence_ranks(mpu) or 1) > 1:
-            self.dp_group, self.dp_world_size, self.dp_rank = _ask_all(mpu, "sequence_data")
-            self.sp_group, self.sp_world_size, self.sp_rank = _ask_all(mpu, "sequence")
+        joined = dist.is_initialized()
+        self.world_size, self.rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
+        if mpu is None and joined:
+            self.mesh = numbered(of_job(**axes))
+        along = self._along if mpu is None else functools.partial(_along_mpu, mpu)
+        for name in ("dp", "data", "sp", "mp"):
+            group, size, rank = along(name)
+            vars(self).update({f"{name}_group": group, f"{name}_world_size": size, f"{name}_rank": rank})
+
+    def _along(self, name):
+        axes = {"dp": SAME_WEIGHTS, "data": ["dp"], "sp": ["sp"], "mp": ["tp"]}[name]
+        ranks = self.mesh.ranks(axes)
+        if len(ranks) == 1 and (name in ("sp", "mp") or not dist.is_initialized()):
+            return None, 1, 0
+        whole = self.mesh.size(["dp"]) == self.world_size
+        return dist.get_world_group() if whole else mesh.group_over(ranks), len(ranks), ranks.index(self.rank)
 
     @functools.cached_property
     def mesh(self):
-        """The native one, of this engine alone, with the axes pp, dp, sp and tp; made by all its ranks."""
-        if self.mpu is None and dist.is_initialized():
-            return numbered(of_job(sp=(self.sp_world_size, "sequence_parallel_size")))
+        """The native ``ProcessMesh``, of this engine alone, with the axes pp, dp, sp and tp; made by all its ranks."""
+        if self.mpu is None:
+            return adopted(None)
         data = self.data_group if self.dp_world_size > 1 else None
         shared = {} if self.sp_group is None else {"sp": self.sp_group, "dp,sp": self.dp_group}
         return adopted(data, tp=self.mp_group, **shared)
@@ -196,6 +190,15 @@ class EngineMesh:
         split = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
         return "" if self.mp_rank == 0 or split else "tp"
 
-    def source_rank(self):
-        """Global rank of the data-parallel rank 0 of this rank's group."""
-        return dist.get_global_rank(self.dp_group, 0) if self.dp_world_size > 1 else self.rank
+
+def _along_mpu(mpu, name):
+    """``(group, size, rank)`` of ``mpu`` by the names that they have in ``EngineMesh``."""
+    if name == "mp":
+        size = ask_mpu(mpu, "world_size") or 1
+        return ask_mpu(mpu, "group") if size > 1 else None, size, ask_mpu(mpu, "rank") or 0
+    shares = (sequence_ranks(mpu) or 1) > 1
+    if name == "sp":
+        return _ask_all(mpu, "sequence") if shares else (None, 1, 0)
+    if name == "dp" and shares:
+        return _ask_all(mpu, "sequence_data")
+    return mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()

@@ -25,4 +25,4 @@ def mesh_of(engine, mpu):
         groups._use_mesh(engine.mesh_device)
     elif size > 1:
         groups._create_sequence_parallel(size)
-    return EngineMesh(sequences=groups._sequence_members() if size > 1 else None)
+    return EngineMesh(sp=(size, "sequence_parallel_size"))

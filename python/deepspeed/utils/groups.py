@@ -198,12 +198,6 @@ def _create_sequence_parallel(sequence_parallel_size):
     return views.make(_SEQUENCE, mesh, ["sp"]).group
 
 
-def _sequence_members():
-    """``Members`` of the groups that ``_create_sequence_parallel`` has made: the ranks that hold the same weights,
-    those of them that see other data, and those that share a sequence with this one."""
-    return [views.get(name) for name in (_SEQUENCE_DATA, _SEQUENCE_PEERS, _SEQUENCE)]
-
-
 def _use_mesh(mesh):
     """Takes data- and sequence-parallel groups from a torch ``DeviceMesh`` with those dimensions."""
     global mesh_device
