@@ -1,6 +1,7 @@
 """States of ``torch.optim.AdamW`` and the like rest in files: ``offload_optimizer.device`` nvme."""
 
 import copy
+import functools
 import os
 import pickle
 from unittest import mock
@@ -13,6 +14,7 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from deepspeed.zero.states.states_in_files import StatesOfMaster, split_states
 from engine_models import after_steps, loss_on, make_net, train_engine
 from harness import on_ranks
+from plain import Plain
 from runs import by_rank_0, last_of, load_into, take_step
 from test_checkpoint_universal import to_universal
 from test_offload_optimizer import everything, files_below, make_engine, on, same
@@ -78,17 +80,14 @@ def test_every_bit_is_that_of_states_in_memory(rank, world, stage, maker, dtype,
 def test_equals_plain_pytorch(rank, world, folder):
     """Against PyTorch without an engine."""
     model = make_net()
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=3e-3)
-    mine = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    adamw = functools.partial(torch.optim.AdamW, lr=3e-3)
+    plain = Plain(model, adamw, dtype=None).run(lambda model, step, part: loss_on(model, step), range(3))
+    mine = adamw([p for p in model.parameters() if p.requires_grad])
     more = {"zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
     engine = make_engine(world, 2, on(folder, "nvme"), model=model, optimizer=mine, **more)
     for step in range(3):
         take_step(engine, loss_on(engine, step))
-        optimizer.zero_grad()
-        loss_on(plain, step).backward()
-        optimizer.step()
-    for a, b in zip(engine.module.parameters(), plain.parameters()):
+    for a, b in zip(engine.module.parameters(), plain.params.values()):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-7)
 
 
