@@ -1,14 +1,16 @@
-"""Claims of tests about engines: ``equals_plain``. ``refusals.refused``: a call is refused."""
+"""Claims of tests about engines: ``equals_plain`` and ``goes_on``. ``refusals.refused``: a call is refused."""
 
 import functools
+import random
 
+import numpy
 import torch
 
 import deepspeed
 import devices
 from plain import Plain
 from programs import PROGRAMS
-from runs import engine_of, together, weights, with_fp16
+from runs import engine_of, identical, take_step, together, weights, with_fp16
 from zero_models import relative
 
 TYPES = {"fp32": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}  # in which the plain process computes
@@ -152,3 +154,60 @@ def equals_plain(rank, name, case, model=None, client=None):
     ]
     assert not wrong, "; ".join(wrong)
     return engine
+
+
+# ---- resumed runs -------------------------------------------------------------------------------------------------
+def draw_from(seed):
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def comparable(value):
+    """State dicts without objects that compare by identity."""
+    if isinstance(value, dict):
+        return {k: comparable(v) for k, v in value.items() if k != "loss_scaler"}
+    return [comparable(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def run(engine, rank, program, steps, batches=None):
+    """Trains ``steps`` steps: the losses, and everything that the engine holds after them."""
+    losses, accumulate = [], engine.gradient_accumulation_steps()
+    for step in steps:
+        for micro in range(accumulate):
+            data = rank * accumulate + micro if batches is None else next(batches)
+            losses.append(take_step(engine, program.losses(engine, step, data)))
+    counts = engine.global_steps, engine.skipped_steps, engine.global_samples, engine.micro_steps
+    return losses, weights(engine), engine.get_lr(), comparable(engine.optimizer.state_dict()), counts
+
+
+def batches_of(engine):
+    """The batches of an engine's loader, epoch after epoch, or None."""
+    loader = engine.training_dataloader
+    return None if loader is None else iter(deepspeed.utils.RepeatingLoader(loader))
+
+
+def goes_on(rank, name, saved_in, loaded_in, folder, before=5, after=6, **saving):
+    """A run that is saved in one case goes on in another, from other weights and numbers, as it does undisturbed, bit
+    by bit. Every rank calls it. ``saving``: arguments of ``save_checkpoint``. Returns what the load returned."""
+    program = PROGRAMS[name]
+    engine = started(program, saved_in)
+    draw_from(7 + rank)
+    batches = batches_of(engine)
+    run(engine, rank, program, range(before), batches)
+    state = {"epoch": 3, "best": torch.tensor([0.5, 2.0])}
+    engine.save_checkpoint(folder, client_state=state, **saving)
+    straight = run(engine, rank, program, range(before, before + after), batches)
+    model = program.make()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(1)
+    other = started(program, loaded_in, model)
+    draw_from(99)
+    path, found = other.load_checkpoint(folder)
+    assert found["epoch"] == 3 and torch.equal(found["best"], state["best"])
+    assert identical(dict(engine.module.named_buffers()), dict(other.module.named_buffers()))
+    resumed = run(other, rank, program, range(before, before + after), batches_of(other))
+    for what, one, two in zip(("losses", "weights", "rates", "states", "counts"), straight, resumed):
+        assert identical(one, two), f"{what} of the resumed run differ: {one} and {two}"
+    return path, found
