@@ -22,8 +22,9 @@ def plain_of(name, dtype, parts):
     program = PROGRAMS[name]
     kind = None if dtype == "fp32" and program.keeps_types else TYPES[dtype]
     more = {"scale": 128.0} if dtype == "fp16" else {}
-    plain = Plain(program.make(), program.plain, kind, clip=program.clip, schedule=program.schedule, **more)
-    plain.model.recompute = False
+    more.update(clip=program.clip, schedule=program.schedule, copied=False)  # torch does not copy all layers
+    plain = Plain(program.make(), program.plain, kind, **more)
+    plain.model.recompute, plain.model.reentrant = False, None
     return plain.run(program.losses, range(program.steps), parts)
 
 
@@ -79,6 +80,9 @@ def train(engine, rank, program, case):
                 more = {"retain_graph": index + 1 < len(found)}
                 loss.backward(**more) if case.user_backward else engine.backward(loss, **more)
             if micro + 1 == case.accumulate and step in (0, 1, program.steps - 1):
+                params = engine.module.named_parameters() if case.stage == 3 else ()
+                kept = [one for one, param in params if param.numel() and not param.ds_persist]
+                assert not kept, f"parameters stay whole after backward: {kept}"
                 grads[step] = whole(engine, "grad")
                 if case.stage == 0 and case.dtype == "fp32":
                     check_grad_attributes(engine, grads[step])

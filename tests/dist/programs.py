@@ -11,6 +11,7 @@ import numpy
 import torch
 
 import engine_models
+import frozen_models
 import lamb_muon_models
 import zero_models
 import zero_training
@@ -18,7 +19,7 @@ from deepspeed.ops.adagrad import FusedAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.sgd import FusedSGD
-from models import samples, seeded
+from models import Recomputed, samples, seeded
 from runs import SMALL_PARTS, sgd
 from test_lion import lion
 from zero_training import ADAMW
@@ -102,6 +103,21 @@ def of_optimizer(optimizer, plain, **states):
     return Program(make, zero_training.loss_on, optimizer, plain, 3, 6, states=states, config=config, bounds=bounds)
 
 
+RECOMPUTED = {"re-entrant": True, "non-re-entrant": False, "kept": None}
+
+
+def of_frozen(make, how):
+    """Layers of which most are frozen, recomputed in backward. Gradients of all steps are compared."""
+    frozen = make is frozen_models.frozen_layers
+    bounds = {"fp32": Bounds(4e-6, 1e-6, 1e-6, 1e-6)}
+    made = functools.partial(Recomputed, make, 2 if frozen else 3, RECOMPUTED[how])
+    if frozen:
+        sgd = section("SGD", lr=0.1), functools.partial(torch.optim.SGD, lr=0.1)
+        return Program(made, frozen_models.loss_of_frozen, *sgd, 1, 2, 0.0, bounds=bounds)
+    adamw = section("AdamW", lr=0.01), functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
+    return Program(made, frozen_models.loss_of_adapted, *adamw, 2, 3, 0.0, bounds=bounds)
+
+
 def of_formula(kind):
     """LAMB or Muon, for engines only: lamb_muon_models.py has its plain processes."""
     optimizer = section(kind, **lamb_muon_models.PARAMS[kind])
@@ -178,6 +194,8 @@ PROGRAMS = {
     "net": NET,
     "drawn net": DRAWN,
     "drawn net, SGD of torch": DRAWN._replace(optimizer=sgd),
+    **{f"frozen layers, {how}": of_frozen(frozen_models.frozen_layers, how) for how in RECOMPUTED},
+    **{f"adapters, {how}": of_frozen(frozen_models.adapted, how) for how in ("re-entrant", "non-re-entrant")},
     "Lamb": of_formula("Lamb"),
     "Muon": of_formula("Muon"),
     "sparse net": NET._replace(make=partial(engine_models.make_net, sparse=True)),

@@ -10,7 +10,7 @@ from cases import Case, over
 from claims import equals_plain, started
 from deepspeed.ops.adam import Adam8bit
 from harness import on_ranks
-from programs import MODELS, OPTIMIZERS
+from programs import MODELS, OPTIMIZERS, PROGRAMS
 from refusals import refused
 from runs import take_step
 from zero_training import loss_on
@@ -21,6 +21,17 @@ from zero_training import loss_on
 def test_models_with_a_trap(rank, world, name, stage, dtype, accumulate):
     user_backward = (stage + list(MODELS).index(name) + (accumulate > 1)) % 2 == 1
     equals_plain(rank, name, Case(stage, world, dtype, accumulate, user_backward))
+
+
+FROZEN = [(3, name) for name in PROGRAMS if name.startswith("frozen layers")]
+FROZEN += [(stage, name) for stage in (2, 3) for name in PROGRAMS if name.startswith("adapters")]
+
+
+@pytest.mark.parametrize("stage, name", FROZEN)
+@on_ranks(2)
+def test_frozen_layers_in_checkpointed_segments(rank, world, stage, name):
+    zero = {"reduce_bucket_size": 500_000_000, "stage3_param_persistence_threshold": 0}
+    equals_plain(rank, name, Case(stage, world, zero=zero))
 
 
 @pytest.mark.any_device
