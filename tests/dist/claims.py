@@ -8,6 +8,7 @@ import torch
 
 import deepspeed
 import devices
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from plain import Plain
 from programs import PROGRAMS
 from runs import engine_of, identical, take_step, together, weights, with_fp16
@@ -40,7 +41,12 @@ def started(program, case, model=None, client=None):
 
 
 def whole(engine, kind):
-    """Gradients as the next step will see them, or masters, by parameter name; one collective, every rank calls it."""
+    """Gradients as the next step will see them, or masters, by parameter name; one collective, every rank calls it. On
+    a device they are asked for as scripts do it, which waits for the device."""
+    if devices.NAME != "cpu":
+        get = safe_get_full_grad if kind == "grad" else safe_get_full_fp32_param
+        found = {name: get(param) for name, param in engine.module.named_parameters() if param.requires_grad}
+        return {name: one.cpu() for name, one in found.items() if one is not None}
     core = engine.core
     scale = engine.stepping.loss_scale if kind == "grad" else 1.0
     by_name = dict(engine.module.named_parameters())
@@ -84,7 +90,7 @@ def train(engine, rank, program, case):
                 kept = [one for one, param in params if param.numel() and not param.ds_persist]
                 assert not kept, f"parameters stay whole after backward: {kept}"
                 grads[step] = whole(engine, "grad")
-                if case.stage == 0 and case.dtype == "fp32":
+                if case.stage == 0 and case.dtype == "fp32" and devices.NAME == "cpu":
                     check_grad_attributes(engine, grads[step])
             engine.step()
             seen += [loss.item() for loss in found]
@@ -99,8 +105,8 @@ def states_of(engine, names):
     found = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad and names:
-            found[name] = [deepspeed.utils.safe_get_full_optimizer_state(param, state) for state in names]
-            assert deepspeed.utils.safe_get_full_optimizer_state(param, "no_such_state") is None
+            found[name] = [safe_get_full_optimizer_state(param, state) for state in names]
+            assert safe_get_full_optimizer_state(param, "no_such_state") is None
     return found
 
 
