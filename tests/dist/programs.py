@@ -187,18 +187,21 @@ HALVED = partial(optim.lr_scheduler.StepLR, step_size=10, gamma=0.5)
 MODELS = {name: of_model(name) for name in zero_models.MODELS}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
 TOKENS = samples(22, lambda draws: tuple(torch.randint(0, kinds, (6,), generator=draws) for kinds in (17, 5)))
+SPARSE = NET._replace(make=partial(engine_models.make_net, sparse=True))
 DRAWN = NET._replace(losses=drawn_losses, data=TOKENS, config={"scheduler": WARMUP}, zero=SMALL_PARTS)
 PROGRAMS = {
     **MODELS,
     **OPTIMIZERS,
     "net": NET,
+    "net, 10 steps": NET._replace(steps=10),
     "drawn net": DRAWN,
     "drawn net, SGD of torch": DRAWN._replace(optimizer=sgd),
     **{f"frozen layers, {how}": of_frozen(frozen_models.frozen_layers, how) for how in RECOMPUTED},
     **{f"adapters, {how}": of_frozen(frozen_models.adapted, how) for how in ("re-entrant", "non-re-entrant")},
     "Lamb": of_formula("Lamb"),
     "Muon": of_formula("Muon"),
-    "sparse net": NET._replace(make=partial(engine_models.make_net, sparse=True)),
+    "sparse net": SPARSE,
+    "sparse net, 10 steps": SPARSE._replace(steps=10),
     "groups": NET._replace(
         optimizer=partial(two_groups, make=partial(FusedAdam, lr=3e-3, betas=(0.9, 0.95))),
         plain=partial(two_groups, make=partial(optim.AdamW, lr=3e-3, betas=(0.9, 0.95))),

@@ -140,7 +140,7 @@ def test_behind_the_last_batch_any_size_begins_the_next_epoch(rows, ranks, at, l
 
 # ---- programs in cases -----------------------------------------------------------------------------------------------
 @pytest.mark.any_device
-@over("stage", dtype=sorted(PRECISIONS), client=[False, True], world=[1, 2], form=["torch", "safetensors"], at_least=12)
+@over("stage", dtype=sorted(PRECISIONS), client=[False, True], world=[1, 2], form=["torch", "safetensors"], at_least=10)
 @on_ranks()
 def test_resumes_bit_by_bit(rank, world, stage, dtype, client, form, folder):
     """``client``: the optimizer is torch's SGD."""
@@ -160,7 +160,7 @@ STATES = ["Adagrad of the config", "FusedSGD", "Lion of the config", "Lamb", "Mu
 
 
 @pytest.mark.any_device
-@over("stage", dtype=["fp32", "bf16"], name=STATES, at_least=10)
+@over("stage", dtype=["fp32", "bf16"], name=STATES, at_least=7)
 @on_ranks(2)
 def test_states_of_optimizers_are_kept(rank, world, stage, dtype, name, folder):
     case = Case(stage, world, dtype)
