@@ -6,7 +6,8 @@ import torch
 from deepspeed.moe.ep_repack import repack_expert_weights
 from engine_models import step_losses
 from hf_like_moe import WIDTH, model_of
-from moe_models import ADAM, clipped_step, values
+from moe_models import ADAM, adam, values
+from plain import Plain
 from runs import moments, settings, weights
 
 
@@ -31,16 +32,9 @@ def frozen_model_of(family, **more):
 
 def train_one(family, world, steps, make=model_of, **more):
     """``(losses of each step and rank, parameters by name)`` of the unchanged model with all ranks' batches."""
-    model, losses = make(family, **more), []
-    params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(params, **ADAM)
-    for step in range(steps):
-        optimizer.zero_grad()
-        parts = [model(batch(step, rank)) for rank in range(world)]
-        (sum(parts) / world).backward()
-        clipped_step(optimizer, params, 0.3)
-        losses.append([part.item() for part in parts])
-    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+    plain = Plain(make(family, **more), adam, dtype=None, clip=0.3, zeros=True)
+    plain.run(lambda model, step, rank: model(batch(step, rank)), range(steps), world)
+    return plain.losses, {name: value.detach() for name, value in plain.model.state_dict().items()}
 
 
 def steps_of(engine, rank, steps, first=0):

@@ -1,9 +1,12 @@
-"""Models and data that the engine tests share, and one plain PyTorch process to compare with."""
+"""Models and data that the engine tests share, and the same trained in one plain process."""
+
+import functools
 
 import pytest
 import torch
 
 from models import Parts, beside
+from plain import Plain
 from runs import initialized, take_step
 
 
@@ -88,30 +91,10 @@ def saving_engine(world, stage=1, zero=(), client=None, **checkpoint):
     return net_engine(world, stage, zero=zero, client=client, checkpoint=checkpoint)
 
 
-def train_plain(steps, make_optimizer, clip=0.5, sparse=False, schedule=None, dtype=torch.float64, size=8):
-    """Losses, norms and the model after ``steps`` steps of one process on whole batches.
-
-    In fp64 by default, so that what is measured is our error and not that of the reference: torch's own fp32 AdamW
-    rounds ``1 - lr * weight_decay`` to fp32 and drifts by about 1.3e-6 of a parameter in 50 steps.
-    """
-    model = make_net(sparse).to(dtype)
-    optimizer = make_optimizer(model)
-    scheduler = schedule(optimizer) if schedule else None
-    losses, norms = [], []
-    for step in range(steps):
-        tokens, targets = batch(step, size)
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model(tokens, extra=uses_extra(step)), targets)
-        loss.backward()
-        for p in model.parameters():
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.to_dense()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)) if clip else None)
-        optimizer.step()
-        if scheduler:
-            scheduler.step()
-        losses.append(float(loss.detach()))
-    return losses, norms, model
+def plain_net(steps, optimizer=None, sparse=False, size=8, **more):
+    """``make_net`` after ``steps`` steps of one plain process on whole batches. ``more``: arguments of ``Plain``."""
+    plain = Plain(make_net(sparse), optimizer or adam_like, **{"clip": 0.5, **more})
+    return plain.run(lambda model, step, part: loss_on(model, step, size, extra=uses_extra(step)), range(steps))
 
 
 def train_engine(engine, steps, rank, world, user_backward=False, start=0, size=8):
@@ -171,9 +154,9 @@ def difference(model, reference):
     return max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
 
 
-def adam_like(model):
+def adam_like(params):
     """The optimizer of ``config`` as torch has it."""
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
+    return torch.optim.AdamW(params, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
 
 
 # ---- small models on rows of six numbers ---------------------------------------------------------------------------
@@ -190,11 +173,10 @@ def square_losses(engine, rank, steps):
 def assert_like_sgd(model, sharded, steps=3, micro_steps=1):
     """``sharded``: the losses of each rank. They are those of ``model`` in one process, under SGD with rate 0.1, which
     makes a step of every ``micro_steps``."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = Plain(model, functools.partial(torch.optim.SGD, lr=0.1), dtype=None)
     for step in range(steps):
-        parts = [model(six(rank, step)).square().mean() for rank in range(len(sharded))]
-        assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
-        (sum(parts) / (len(parts) * micro_steps)).backward()
+        parts = [plain.model(six(rank, step)).square().mean() for rank in range(len(sharded))]
+        own = plain.add(*parts, share=1 / (len(parts) * micro_steps))
+        assert [losses[step] for losses in sharded] == pytest.approx(own, abs=1e-6)
         if step % micro_steps == micro_steps - 1:
-            optimizer.step()
-            optimizer.zero_grad()
+            plain.update()

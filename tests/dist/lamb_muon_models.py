@@ -1,14 +1,12 @@
 """LAMB as it is published with FusedLamb and Muon as its paper writes it, on whole fp64 tensors, and what the tests
 train with them."""
 
-import copy
-
 import torch
 
 import deepspeed
 from models import Parts, seeded
+from plain import Plain
 from runs import engine_of, settings, take_step
-from zero_models import reduced_mean
 
 WIDTH, ROWS, CLIP = 6, 3, 0.5
 LAMB = {"lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.05}
@@ -42,15 +40,19 @@ class PlainLamb:
         state["v"] = beta2 * state["v"] + (1 - beta2) * grad * grad
         return state["m"], state["v"], 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
 
-    def step(self, grads):
-        for name, grad in grads.items():
-            weight = self.named[name]
-            first, second, correction1, correction2 = self.moments(name, grad)
-            update = first / (second.sqrt() + self.eps) + self.decay * weight
-            ratio = 1.0
-            if weight.norm() > 0 and update.norm() > 0:
-                ratio = float((weight.norm() / update.norm()).clamp(0.01, 10.0))
-            weight -= self.lr * correction2**0.5 / correction1 * ratio * update
+    @torch.no_grad()
+    def step(self):
+        for name, weight in self.named.items():
+            if weight.grad is not None:
+                weight -= self.update(name, weight, weight.grad)
+
+    def update(self, name, weight, grad):
+        first, second, correction1, correction2 = self.moments(name, grad)
+        update = first / (second.sqrt() + self.eps) + self.decay * weight
+        ratio = 1.0
+        if weight.norm() > 0 and update.norm() > 0:
+            ratio = float((weight.norm() / update.norm()).clamp(0.01, 10.0))
+        return self.lr * correction2**0.5 / correction1 * ratio * update
 
 
 class PlainMuon(PlainLamb):
@@ -60,23 +62,18 @@ class PlainMuon(PlainLamb):
         super().__init__(named, adam_lr, betas, eps, weight_decay)
         self.muon_lr, self.momentum = muon_lr, momentum
 
-    def adam(self, name, grad):
-        first, second, correction1, correction2 = self.moments(name, grad)
-        return first / correction1 / ((second / correction2).sqrt() + self.eps)
-
-    def step(self, grads):
-        for name, grad in grads.items():
-            weight = self.named[name]
-            if weight.dim() < 2 or "embed" in name:
-                weight -= self.lr * (self.adam(name, grad) + self.decay * weight)
-                continue
-            old = self.state.get(name, torch.zeros_like(grad))
-            new = self.state[name] = self.momentum * old + (1 - self.momentum) * grad
-            update = (1 - self.momentum) * grad + self.momentum * new
-            weight -= self.muon_lr * (orthogonalised(update) + self.decay * weight)
+    def update(self, name, weight, grad):
+        if weight.dim() < 2 or "embed" in name:
+            first, second, correction1, correction2 = self.moments(name, grad)
+            adam = first / correction1 / ((second / correction2).sqrt() + self.eps)
+            return self.lr * (adam + self.decay * weight)
+        new = self.momentum * self.state.get(name, torch.zeros_like(grad)) + (1 - self.momentum) * grad
+        self.state[name] = new
+        update = (1 - self.momentum) * grad + self.momentum * new
+        return self.muon_lr * (orthogonalised(update) + self.decay * weight)
 
 
-PLAIN = {"Lamb": PlainLamb, "Muon": PlainMuon}
+FORMULAS = {"Lamb": PlainLamb, "Muon": PlainMuon}
 
 
 def forward_matrices(net, x, step):
@@ -125,42 +122,17 @@ def loss_of(output, target):
     return ((wide - target.to(wide)) ** 2).mean()
 
 
-def loss_on(model, step, part, out):
+def loss_on(model, step, part, out=2):
     x, target = batch(step, part, out)
     return loss_of(model(x.to(next(model.parameters())), step), target)
 
 
-class Reference:
-    """The plain process. ``dtype`` is what the model computes in; masters are fp64 in any case.
-
-    16-bit gradients of the parts are added up in fp64 with ``accumulates``, else as ``reduced_mean`` says.
-    """
-
-    def __init__(self, model, kind, dtype, params=None, accumulates=False):
-        self.rounds = dtype in (torch.bfloat16, torch.float16) and not accumulates
-        self.model = copy.deepcopy(model).to(torch.float64 if dtype == torch.float32 else dtype)
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.masters = {name: p.detach().double().clone() for name, p in trained.items()}
-        self.optimizer = PLAIN[kind](self.masters, **(params or PARAMS[kind]))
-
-    def step(self, step, parts, out=2):
-        self.model.zero_grad(set_to_none=True)
-        sums = {}
-        for part in range(parts):
-            loss_on(self.model, step, part, out).backward()
-            for name, p in self.model.named_parameters():
-                if p.grad is not None:
-                    sums.setdefault(name, []).append(p.grad)
-                    p.grad = None
-        for name, grads in sums.items():
-            sums[name] = reduced_mean(grads).double() if self.rounds else sum(grad.double() for grad in grads) / parts
-        self.norm = float(torch.stack([g.norm() for g in sums.values()]).norm())
-        factor = min(1.0, CLIP / (self.norm + 1e-6))
-        self.optimizer.step({name: grad * factor for name, grad in sums.items()})
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                if name in self.masters:
-                    p.copy_(self.masters[name])
+def plain_of(model, kind, dtype="fp32"):
+    """The plain process, with masters in fp64. 16-bit gradients are averaged as ``reduced_mean`` says."""
+    names = [name for name, _ in model.named_parameters()]
+    formula = lambda params: FORMULAS[kind](dict(zip(names, params)), **PARAMS[kind])
+    narrow = torch.bfloat16 if dtype == "bf16" else None
+    return Plain(model, formula, narrow or torch.float64, torch.float64, CLIP, rounds=narrow is not None)
 
 
 def start(kind, stage, model=None, dtype="fp32", params=None, accumulate=1, **more):

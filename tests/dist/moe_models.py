@@ -7,6 +7,7 @@ import torch
 
 from deepspeed.moe.layer import MoE
 from models import Parts, beside
+from plain import Plain
 
 WIDTH = 6
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
@@ -43,8 +44,8 @@ def fill(module, seed):
             param.copy_(values(seed + 11 * number, *param.shape))
 
 
-class Plain(torch.nn.Module):
-    """A layer as loops. ``forward`` returns what MoE returns, for the tokens of one rank."""
+class Loops(torch.nn.Module):
+    """A layer with experts as loops. ``forward`` returns what MoE returns, for the tokens of one rank."""
 
     def __init__(self, num_experts, k, drop, residual, factor):
         super().__init__()
@@ -97,7 +98,7 @@ def net_of(layer):
 
 
 def plain_net(num_experts, k, drop, residual, factor=0.5):
-    net = net_of(Plain(num_experts, k, drop, residual, factor))
+    net = net_of(Loops(num_experts, k, drop, residual, factor))
     fill_net(net, net.layer.wg, dict(enumerate(net.layer.experts)), net.layer.mlp, net.layer.coefficient)
     return net
 
@@ -132,7 +133,7 @@ def fill_net(net, wg, experts, mlp, coefficient):
 
 
 def plain_name(name, first):
-    """The name by which ``Plain`` calls a parameter of ``MoE`` on the rank whose first expert is ``first``."""
+    """The name by which ``Loops`` calls a parameter of ``MoE`` on the rank whose first expert is ``first``."""
     name = name.replace("deepspeed_moe.gate.", "").replace("deepspeed_moe.experts.deepspeed_experts", "experts")
     parts = name.split(".")
     if "experts" in parts:
@@ -141,31 +142,7 @@ def plain_name(name, first):
     return ".".join(parts)
 
 
-def clipped_step(optimizer, params, clip):
-    """A step of plain PyTorch on clipped gradients; their norm. An expert without tokens has a zero gradient."""
-    params = list(params)
-    for param in params:
-        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-    norm = float(torch.nn.utils.clip_grad_norm_(params, clip))
-    optimizer.step()
-    return norm
-
-
-def train_plain(world, steps, optimizer, clip, *args, **more):
-    """``train_plain_net`` of ``plain_net``."""
-    return train_plain_net(plain_net(*args, **more), world, steps, optimizer, clip)
-
-
-def train_plain_net(net, world, steps, optimizer, clip):
-    """``(losses of each rank and step, norms, parameters by name)`` of one process that has all ranks' batches."""
-    optimizer = optimizer(net.parameters())
-    losses, norms = [], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        losses.append([])
-        for rank in range(world):
-            loss = net(batch(step, rank))
-            (loss / world).backward()
-            losses[-1].append(loss.item())
-        norms.append(clipped_step(optimizer, net.parameters(), clip))
-    return losses, norms, {name: param.detach() for name, param in net.named_parameters()}
+def plain_run(net, world, steps, optimizer=adam, clip=0.3):
+    """``net``, after steps of one process that has all ranks' batches. An expert without tokens has a zero gradient."""
+    plain = Plain(net, optimizer, dtype=None, clip=clip, zeros=True)
+    return plain.run(lambda model, step, rank: model(batch(step, rank)), range(steps), world)

@@ -4,12 +4,14 @@ A case is plain values. Its loss is a sum of terms, of which only some are outpu
 """
 
 import copy
+import functools
 import random
 
 import torch
 
 import deepspeed
 from models import Parts, seeded
+from plain import Plain
 from runs import engine_of, with_fp16
 
 RATE = 0.02
@@ -95,8 +97,8 @@ def may_be_refused(case):
 def run_case(rank, world, case):
     """The reason why the case is wrong, or None."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case["dtype"]]
-    plain = seeded(make_net, seed=case["seed"]).to(dtype)
-    masters = [p.detach().float().clone() for p in plain.parameters()]
+    sgd = functools.partial(torch.optim.SGD, lr=RATE)
+    plain = Plain(seeded(make_net, seed=case["seed"]), sgd, dtype)
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": case["accumulate"],
@@ -108,11 +110,10 @@ def run_case(rank, world, case):
     if case["dtype"] == "fp16":
         config["fp16"]["initial_scale_power"] = 7
     with with_fp16():
-        engine = engine_of(copy.deepcopy(plain).float(), config, lambda params: torch.optim.SGD(params, lr=RATE))
-    number, before = 0, masters
+        engine = engine_of(copy.deepcopy(plain.model).float(), config, sgd)
+    number = 0
     for _ in range(case["steps"]):
-        total, start = [torch.zeros_like(m) for m in masters], number
-        error = None
+        start, error = number, None
         try:
             for _ in range(case["accumulate"]):
                 backward_of(case, engine, engine.module, inputs(case["seed"], number, rank, dtype), engine)
@@ -127,18 +128,15 @@ def run_case(rank, world, case):
             return None if good else f"{errors}"
         if engine.skipped_steps:  # fp16: a gradient times the loss scale was too large
             return None
+        before = [master.detach().clone() for master in plain.masters.values()]
         for micro in range(start, number):
             for other in range(world):
-                plain.zero_grad()
-                backward_of(case, plain, plain, inputs(case["seed"], micro, other, dtype))
-                for sum_, param in zip(total, plain.parameters()):
-                    sum_ += 0 if param.grad is None else param.grad.float() / (world * case["accumulate"])
-        before, masters = masters, [m - RATE * g for m, g in zip(masters, total)]
-        for param, master in zip(plain.parameters(), masters):
-            param.data.copy_(master)
-        moved = max((m - b).abs().max().item() for m, b in zip(masters, before))
+                backward_of(case, plain.model, plain.model, inputs(case["seed"], micro, other, dtype))
+                plain.collect()
+        plain.update({name: grad / (world * case["accumulate"]) for name, grad in plain.sums().items()})
+        moved = max((m - b).abs().max().item() for m, b in zip(plain.masters.values(), before))
         limit = 1e-5 * max(1.0, moved) if case["dtype"] == "fp32" else 0.03 * moved + 2e-3
-        for (name, param), master in zip(engine.module.named_parameters(), masters):
+        for (name, param), master in zip(engine.module.named_parameters(), plain.masters.values()):
             off = (deepspeed.utils.safe_get_full_fp32_param(param).cpu() - master).abs().max().item()
             if off > limit:
                 return f"'{name}' is {off:.1e} from plain PyTorch's, which moved by {moved:.1e}"

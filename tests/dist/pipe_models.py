@@ -1,5 +1,6 @@
 """Models for tests of pipelines, the same trained in one plain process, and the comparison."""
 
+import functools
 import time
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeDataParallelTopology
+from models import Parts, seeded
+from plain import Plain
 
 WIDTH, MICRO, SEED = 6, 2, 1234
 
@@ -135,60 +138,50 @@ def batches(kind, count, micro_batches, copy, dtype=torch.float32):
             yield (x.to(dtype) if x.is_floating_point() else x), y
 
 
-def plain_losses(forward, batches, loss_of, optimizer, clip=0.0, norms=None):
-    """Losses of one plain process. A batch is the list of the micro-batches of all copies; norms go to ``norms``."""
-    parameters, losses = optimizer.param_groups[0]["params"], []
+def plain_run(layers, batches, loss_of, clip=0.0, **adam):
+    """``layers``, after steps of one plain process. A batch is the list of the micro-batches of all copies."""
+    plain = Plain(layers, functools.partial(torch.optim.AdamW, lr=1e-2, **adam), dtype=None, clip=clip)
     for data in batches:
-        parts = []
-        for x, y in data:
-            loss = loss_of(forward(x), y) / len(data)
-            loss.backward()
-            parts.append(loss.item())
-        if norms is not None:
-            norms.append(torch.stack([one.grad.norm() for one in parameters]).norm().item())
-        if clip:
-            nn.utils.clip_grad_norm_(parameters, clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(parts))
-    return losses
+        plain.step(*(loss_of(plain.model(x), y) for x, y in data))
+    return plain
 
 
-def plain(kind, count, micro_batches, copies, clip=0.0, optimizer=None, norms=None):
-    """Losses and parameters by layer number after ``count`` batches in one plain process."""
-    layers, tied = [], {}
+def forward_all(net, x):
+    for number, (key, function) in net.places.items():
+        layer = net.layers[key] if key in net.layers else specs(net.kind)[number]
+        x = layer(x) if function is None else function(layer, x)
+    return x
+
+
+def whole(kind):
+    """All layers as one model; a tied layer stands in it once."""
+    net = Parts(forward_all, layers=nn.ModuleDict(), places={}, kind=kind)
+    tied = {}
     for number, spec in enumerate(specs(kind)):
-        if isinstance(spec, TiedLayerSpec) and spec.key in tied:
-            layers.append((tied[spec.key], spec.forward_fn))
-            continue
-        torch.manual_seed(SEED + number)
-        layer = spec.build() if isinstance(spec, LayerSpec) else spec
-        if isinstance(spec, TiedLayerSpec):
-            tied[spec.key] = layer
-        layers.append((layer, None))
-    modules = list({id(layer): layer for layer, _ in layers if isinstance(layer, nn.Module)}.values())
-    parameters = [one for module in modules for one in module.parameters() if one.requires_grad]
-    optimizer = (optimizer or (lambda given: torch.optim.AdamW(given, lr=1e-2)))(parameters)
+        key = tied.setdefault(getattr(spec, "key", number), str(number))
+        net.places[number] = key, None if key == str(number) else spec.forward_fn
+        if key == str(number) and isinstance(spec, LayerSpec):
+            net.layers[key] = seeded(spec.build, seed=SEED + number)
+    return net
 
-    def forward(x):
-        for layer, forward_fn in layers:
-            x = layer(x) if forward_fn is None else forward_fn(layer, x)
-        return x
+
+def plain(kind, count, micro_batches, copies, clip=0.0):
+    """All layers after ``count`` batches in one plain process."""
 
     def data(batch):
         return [micro_batch(kind, batch, micro, copy) for micro in range(micro_batches) for copy in range(copies)]
 
-    losses = plain_losses(forward, map(data, range(count)), loss_of(kind), optimizer, clip, norms)
-    state = {}
-    for number, (layer, _) in enumerate(layers):
-        if isinstance(layer, nn.Module):
-            for name, value in layer.state_dict().items():
-                state[f"{number}.{name}"] = value.clone()
-    return losses, state
+    return plain_run(whole(kind), map(data, range(count)), loss_of(kind), clip)
+
+
+def states_of(net):
+    """The parameters of ``whole`` by layer number."""
+    layers = {number: net.layers[key] for number, (key, _) in net.places.items() if key in net.layers}
+    return {f"{number}.{name}": value for number, one in layers.items() for name, value in one.state_dict().items()}
 
 
 def built(kind, state):
-    """The layers of a model without tied ones, with the parameters ``state`` of ``plain``."""
+    """The layers of a model without tied ones, with the parameters ``state``."""
     layers = []
     for number, spec in enumerate(specs(kind)):
         layers.append(spec.build() if isinstance(spec, LayerSpec) else spec)
@@ -238,7 +231,7 @@ def parameters_of(engine):
 
 
 def compare(engine, losses, found, wanted, tolerance):
-    expected, state = wanted
+    expected, state = wanted.means, states_of(wanted.model)
     assert len(losses) == len(expected)
     for a, b in zip(losses, expected):
         assert abs(a - b) <= tolerance * max(1.0, abs(b)), (losses, expected)

@@ -6,6 +6,7 @@ load and evaluation the two are compared. ``shrunk`` makes a failing program sho
 """
 
 import copy
+import functools
 import os
 import random
 import time
@@ -16,6 +17,7 @@ import deepspeed
 from deepspeed.log import logger
 from deepspeed.utils import safe_get_full_fp32_param
 from models import Parts, seeded
+from plain import Plain
 from refusals import refused
 from runs import engine_of
 
@@ -136,75 +138,59 @@ def config_of(made, folder):
 
 
 # ---- plain PyTorch -------------------------------------------------------------------------------------------------
-class Plain:
-    """The model with fp32 weights, of which it computes with copies in ``dtype``."""
+class PlainProgram(Plain):
+    """The model with fp32 masters, which computes in the type of the program."""
 
     def __init__(self, model, made):
-        self.made, self.world = made, made["world"]
-        self.narrow = torch.bfloat16 if made["dtype"] == "bf16" else None
-        self.model = copy.deepcopy(model)
-        if self.narrow:  # the engine's masters are what its 16-bit weights were
-            for param in self.model.parameters():
-                param.data = param.data.to(self.narrow).float()
-        self.params = dict(self.model.named_parameters())
+        kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[made["optimizer"]]
+        narrow = torch.bfloat16 if made["dtype"] == "bf16" else None
+        params = config_of(made, None)["optimizer"]["params"]
+        super().__init__(model, functools.partial(kind, **params), narrow, clip=made["clip"])
+        self.made, self.make = made, functools.partial(kind, list(self.masters.values()), **params)
         self.start_again()
 
     def start_again(self):
-        kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[self.made["optimizer"]]
-        self.optimizer = kind(self.model.parameters(), **config_of(self.made, None)["optimizer"]["params"])
-        self.count, self.saved, self.grads = 0, None, {}
+        """Another engine makes its masters of the weights, and trains all of them."""
+        for name, param in self.params.items():
+            param.requires_grad_(True)
+            self.masters[name].requires_grad_(True)
+            self.become(name, param)
+        self.optimizer = self.make()
+        self.count, self.saved = 0, None
+        self.forget()
 
-    def computing(self):
-        """The model that forward uses."""
-        return copy.deepcopy(self.model).to(self.narrow) if self.narrow else self.model
+    @torch.no_grad()
+    def become(self, name, master):
+        self.masters[name].copy_(master)
+        self.params[name].copy_(master)
 
     @torch.no_grad()
     def put(self, name, value):
         """The value of a weight; an element whose narrow weight stays keeps what is behind it."""
-        param, value = self.params[name], value.float()
-        if self.narrow:
-            value = value.to(self.narrow).float()
-            value = torch.where(param.to(self.narrow).float() == value, param, value)
-        param.copy_(value)
+        param = self.params[name]
+        value = value.to(param.dtype)
+        self.become(name, torch.where(param == value, self.masters[name], value.float()))
 
     def weight(self, name):
-        param = self.params[name].detach()
-        return param.to(self.narrow) if self.narrow else param.clone()
+        return self.params[name].detach().clone()
 
     def train(self, number):
-        model = self.computing()
-        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        for rank in range(self.world):
+        for rank in range(self.made["world"]):
             x, target, extra = batch(number, rank)
-            loss = loss_of(model(x, extra), target) / (self.made["accumulate"] * self.world)
-            grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            for name, grad in zip(trained, grads):
-                if grad is not None:
-                    self.grads[name] = grad.float() + self.grads.get(name, 0.0)
+            self.add(loss_of(self.model(x, extra), target), share=1 / (self.made["accumulate"] * self.made["world"]))
         self.count += 1
         if self.count % self.made["accumulate"]:
             return False
-        for name, grad in self.grads.items():
-            self.params[name].grad = grad
-        if self.made["clip"] and self.grads:
-            torch.nn.utils.clip_grad_norm_(list(self.params.values()), self.made["clip"])
-        self.optimizer.step()
-        self.forget()
+        self.update()
         return True
 
-    def forget(self):
-        self.grads = {}
-        for param in self.params.values():
-            param.grad = None
-
     def save(self):
-        self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.count))
+        self.saved = copy.deepcopy((self.masters, self.optimizer.state_dict(), self.count))
 
     def restore(self):
-        state, optimizer, self.count = copy.deepcopy(self.saved)
-        with torch.no_grad():
-            for name, param in self.params.items():
-                param.copy_(state[name])
+        masters, optimizer, self.count = copy.deepcopy(self.saved)
+        for name, master in masters.items():
+            self.become(name, master)
         self.optimizer.load_state_dict(optimizer)
         self.forget()
 
@@ -217,7 +203,7 @@ class Run:
         self.rank, self.made, self.folder = rank, made, folder
         os.makedirs(folder, exist_ok=True)
         self.engine = engine_of(seeded(net, seed=3), config_of(made, folder))
-        self.plain = Plain(seeded(net, seed=3).to(self.engine.device), made)
+        self.plain = PlainProgram(seeded(net, seed=3).to(self.engine.device), made)
         self.params = dict(self.engine.module.named_parameters())
         self.sharded = made["stage"] == 3
         # Whole weights that are not the masters: the next step writes over what param.data has written in place.
@@ -241,10 +227,10 @@ class Run:
 
     def compare_all(self):
         for name, param in self.params.items():
-            self.compare(f"the master of {name}", safe_get_full_fp32_param(param), self.plain.params[name])
+            self.compare(f"the master of {name}", safe_get_full_fp32_param(param), self.plain.masters[name])
         with deepspeed.zero.GatheredParameters(list(self.params.values())):
             for name, param in self.params.items():
-                self.compare(f"the weight {name}", param, self.plain.params[name])
+                self.compare(f"the weight {name}", param, self.plain.masters[name])
         assert list(dict(self.engine.module.named_parameters())) == PARAMS
 
     # ---- training
@@ -271,7 +257,7 @@ class Run:
         x, _, extra = batch(number, self.rank)
         self.engine.eval()
         with torch.no_grad():
-            ours, expected = self.engine(x, extra), self.plain.computing()(x, extra)
+            ours, expected = self.engine(x, extra), self.plain.model(x, extra)
         self.engine.train()
         self.compare("the output", ours, expected)
 
@@ -343,16 +329,14 @@ class Run:
             self.plain.put(name, self.plain.weight(name).mul_(factor).add_(to_add))
         with torch.no_grad():
             ours = self.engine(x, extra, writes=(factor, more))
-        self.compare("the output", ours, self.plain.computing()(x, extra))
+        self.compare("the output", ours, self.plain.model(x, extra))
 
     def again(self, number):
         first = self.engine
-        for param in [*self.params.values(), *self.plain.params.values()]:
+        for param in self.params.values():
             param.requires_grad_(True)
         self.engine = engine_of(first.module, config_of(self.made, self.folder))
         refused(RuntimeError, "another engine of this engine's model", first.step)
-        for param in self.plain.params.values() if self.plain.narrow else ():
-            param.data.copy_(param.data.to(self.plain.narrow))  # its masters are made of the narrow weights
         self.plain.start_again()
 
     def data(self, number):
@@ -365,12 +349,12 @@ class Run:
         if self.sharded:
             return self.evaluate(number)
         name, param, factor, more = self.chosen(number)
-        kept, behind = param.data, self.plain.params[name].detach().clone()
+        kept, behind = param.data, self.plain.masters[name].detach().clone()
         param.data = kept * factor + more
         self.plain.put(name, self.plain.weight(name) * factor + more)
         self.evaluate(number)
         param.data = kept
-        self.plain.params[name].data.copy_(behind)
+        self.plain.become(name, behind)
 
     def vector(self, number):
         factor = self.chosen(number)[2]
@@ -428,6 +412,7 @@ class Run:
             return
         param.requires_grad_(number % 4 == 0)
         self.plain.params[name].requires_grad_(number % 4 == 0)
+        self.plain.masters[name].requires_grad_(number % 4 == 0)
 
     # ---- checkpoints
     def save(self, number):

@@ -1,6 +1,7 @@
 """Runs that the tests share: an engine on a model, steps with it, and the tensors that a run leaves."""
 
 import functools
+import gc
 from unittest import mock
 
 import torch
@@ -106,6 +107,23 @@ def moments(engine, kinds=("exp_avg", "exp_avg_sq")):
     }
 
 
+def everything(engine):
+    """Weights, masters and states, whole; None for a state that nobody has made."""
+    states = moments(engine, engine.optimizer.state_names()).values()
+    return weight_list(engine) + [tensor for tensors in states for tensor in tensors]
+
+
+def equal_bits(trained, *ways):
+    """Training leaves the same bits in all ways. ``trained(way)``: an engine, and what else is to be equal."""
+    found = []
+    for way in ways:
+        engine, seen = trained(way)
+        found.append((seen, last_of(engine, everything)))
+        del engine
+        gc.collect()  # files go with the parameters, which a circle of Python objects may hold
+    assert all(identical(found[0], other) for other in found[1:])
+
+
 def states_of(engine):
     """name in checkpoints -> fp32 value and moments, whole, or the buffer; numbers, as ranks return them."""
     named = SavedNames(engine.module)
@@ -187,8 +205,8 @@ def together(*values):
 
 def identical(a, b):
     """Whether two values are equal bit by bit: tensors, and dicts and sequences of what is."""
-    if torch.is_tensor(a):
-        return torch.equal(a, b)
+    if torch.is_tensor(a) or torch.is_tensor(b):
+        return torch.is_tensor(a) and torch.is_tensor(b) and torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(identical(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

@@ -1,11 +1,14 @@
 """Attention in one process, and what ranks that share a sequence compare with it."""
 
+import functools
+
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.log import logger
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from models import Parts
+from plain import Plain
 from runs import engine_of, settings
 
 
@@ -113,3 +116,8 @@ def sgd_engine(model, stage, rate, accumulate=1, mpu=None, level="WARNING", **mo
     logger.setLevel(level)
     made = settings(stage, 2, accumulate, optimizer=None, gradient_clipping=0.0, **more)
     return engine_of(model, made, torch.optim.SGD(model.parameters(), lr=rate), mpu=mpu)
+
+
+def plain_sgd(model, rate, loss_at, steps, parts=1):
+    """``model`` after steps of one plain process on the mean of ``loss_at(model, step, part)`` over parts."""
+    return Plain(model, functools.partial(torch.optim.SGD, lr=rate), dtype=None).run(loss_at, range(steps), parts)

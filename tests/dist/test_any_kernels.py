@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import deepspeed
-from engine_models import adam_like, config, make_net, net_engine, train_engine, train_plain
+from engine_models import config, make_net, net_engine, plain_net, train_engine
 from harness import run_ranks
 from refusals import refused
 from runs import DTYPES, weights
@@ -52,7 +52,7 @@ def test_training_is_that_of_the_library(world, stage, dtype, accumulate, offloa
         for name, value in expected[2].items():
             assert torch.allclose(found[2][name], value, rtol=near, atol=near), (rank, name)
     if dtype == "fp32":
-        plain = dict(train_plain(STEPS, adam_like)[2].named_parameters())
+        plain = dict(plain_net(STEPS).model.named_parameters())
         for name, value in results[0][2].items():
             assert torch.allclose(value, plain[name].detach().float(), rtol=1e-6, atol=1e-6), name
 

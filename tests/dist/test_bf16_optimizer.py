@@ -1,6 +1,7 @@
 """``BF16_Optimizer``: made by the engine, and by hand in a training loop of the user's."""
 
 import copy
+import functools
 import os
 
 import pytest
@@ -13,6 +14,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from harness import on_ranks
 from models import seeded
+from plain import Plain
 from refusals import refused
 from runs import load_into, take_step
 from zero_training import Deep, loss_on, start
@@ -23,22 +25,12 @@ CONFIG = {"train_batch_size": 12, "bf16": {"enabled": True}}
 
 def reference(world):
     """bf16 gradients of every rank and micro-batch, summed in fp32 and averaged over ranks; Adam on fp32 masters."""
-    model = seeded(Deep).bfloat16()
-    masters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
-    optimizer = torch.optim.Adam(masters, lr=LR)
+    plain = Plain(seeded(Deep), functools.partial(torch.optim.Adam, lr=LR), torch.bfloat16, clip=0.5)
     for step in range(STEPS):
-        for master in masters:
-            master.grad = torch.zeros_like(master)
         for part in range(world * MICRO):
-            loss_on(model, step, part).backward()
-            for param, master in zip(model.parameters(), masters):
-                master.grad += param.grad.float() / world
-                param.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, 0.5)
-        optimizer.step()
-        for param, master in zip(model.parameters(), masters):
-            param.data.copy_(master.data)
-    return masters
+            plain.add(loss_on(plain.model, step, part))
+        plain.update({name: grad / world for name, grad in plain.sums().items()})
+    return plain.masters.values()
 
 
 @pytest.mark.parametrize("world, adam", [(1, "torch"), (2, "ours")])

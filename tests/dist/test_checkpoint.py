@@ -3,19 +3,18 @@
 import copy
 import json
 import os
-import random
 
-import numpy
 import pytest
 import torch
 
+import claims
 import deepspeed
-from deepspeed.checkpoint.layouts.names import latest_tag
-from engine_models import loss_of, make_net, net_engine, saving_engine
+from claims import batches_of, draw_from
+from engine_models import make_net, net_engine, saving_engine
 from harness import on_ranks, run_ranks
-from models import samples
+from programs import DRAWN, TOKENS, WARMUP
 from refusals import refused
-from runs import DTYPES, by_rank_0, load_into, sgd, take_step, weights
+from runs import DTYPES, by_rank_0, load_into, weights
 from runs import identical as same
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}}
@@ -24,77 +23,22 @@ if deepspeed.get_accelerator().is_fp16_supported():
     PRECISIONS["fp16"] = FP16
 
 
-WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
-
-
-TOKENS = samples(22, lambda draws: tuple(torch.randint(0, kinds, (6,), generator=draws) for kinds in (17, 5)))
-
-
 def make_engine(world, precision, seed=0, optimizer=None, accumulate=2):
     more = {"size": 4 * accumulate, "scheduler": WARMUP, **precision}
     zero = {"reduce_bucket_size": 300}
     return net_engine(world, 0, accumulate, seed=seed, client=optimizer, zero=zero, data=TOKENS, **more)
 
 
-def repeat(engine):
-    """The batches of an engine, epoch after epoch."""
-    return iter(deepspeed.utils.RepeatingLoader(engine.training_dataloader))
-
-
 def run(engine, batches, steps):
-    """Trains with everything a run draws from: data order, dropout, Python's and numpy's numbers."""
-    seen = []
-    for _ in range(steps * engine.gradient_accumulation_steps()):
-        tokens, targets = next(batches)
-        output = engine(tokens, extra=random.random() < 0.5)
-        output = torch.nn.functional.dropout(output, 0.1)
-        seen.append(take_step(engine, loss_of(output, targets) * float(1 + 0.1 * numpy.random.rand())))
-    return (
-        seen,
-        weights(engine),
-        engine.get_lr(),
-        engine.optimizer.state_dict(),
-        (engine.global_steps, engine.skipped_steps, engine.global_samples),
-    )
+    return claims.run(engine, None, DRAWN, range(steps), batches)
 
 
-def seed_all(seed):
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def trained(engine, steps, seed=None, train=run):
+def trained(engine, steps, seed=None):
     """The engine, after steps from its first batch on."""
     if seed is not None:
-        seed_all(seed)
-    train(engine, repeat(engine), steps)
+        draw_from(seed)
+    run(engine, batches_of(engine), steps)
     return engine
-
-
-@pytest.mark.any_device
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
-@pytest.mark.parametrize("precision", sorted(PRECISIONS))
-@pytest.mark.parametrize("world", [1, 2])
-@on_ranks()
-def test_resumes_bit_by_bit(rank, world, precision, client, folder):
-    optimizer = sgd if client else None
-    engine = make_engine(world, PRECISIONS[precision], optimizer=optimizer)
-    seed_all(7 + rank)
-    batches = repeat(engine)
-    run(engine, batches, 5)
-    engine.save_checkpoint(folder, tag=0.25, client_state={"epoch": 3, "best": 0.5})
-    straight = run(engine, batches, 6)
-
-    seed_all(99)
-    engine = make_engine(world, PRECISIONS[precision], seed=5, optimizer=optimizer)
-    path, client_state = engine.load_checkpoint(folder)
-    resumed = run(engine, repeat(engine), 6)
-    assert path.endswith("mp_rank_00_model_states.pt")
-    assert straight[0] == resumed[0]
-    assert same(straight, resumed)
-    assert (client_state["epoch"], client_state["best"]) == (3, 0.5) and latest_tag(folder) == "0.25"
 
 
 MODEL_KEYS = {
@@ -226,7 +170,7 @@ def test_a_loaded_client_state_may_be_saved_again(rank, world, folder):
     counters = {"note": "kept", "global_steps": engine.global_steps, "global_samples": engine.global_samples}
     engine.save_checkpoint(folder, tag="plain", client_state=counters)
     _, state = engine.load_checkpoint(folder, tag="plain")
-    run(engine, repeat(engine), 2)
+    run(engine, batches_of(engine), 2)
     state["note"] = "new"
     steps, samples = engine.global_steps, engine.global_samples
     plain = {key: value for key, value in state.items() if isinstance(value, (int, float, str, dict))}

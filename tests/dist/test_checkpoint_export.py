@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from claims import batches_of
 from deepspeed.formats import weight_files
 from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -16,7 +17,7 @@ from engine_models import make_net
 from harness import on_ranks, run_ranks
 from refusals import refused
 from runs import engine_of, moments, together, weights
-from test_checkpoint import PRECISIONS, repeat, run, trained
+from test_checkpoint import PRECISIONS, run, trained
 from test_zero_checkpoint import make_engine
 
 
@@ -67,7 +68,7 @@ def body_16bit(rank, world, folder, stage, precision):
     assert engine.save_16bit_model(folder) is True
     assert engine.save_16bit_model(folder, "model.safetensors", exclude_frozen_parameters=True) is True
     refused(ValueError, "needs a directory", engine.save_16bit_model, "")
-    run(engine, repeat(engine), 1)  # and the run goes on
+    run(engine, batches_of(engine), 1)  # and the run goes on
     return None
 
 
@@ -138,7 +139,7 @@ def test_a_full_disk_on_rank_0_is_everybodys_error(rank, world, stage, after, tm
 
     with mock.patch.object(weight_files.StoredWeight, "chunks", failing), pytest.raises(OSError) as raised:
         engine.save_16bit_model(folder)
-    run(engine, repeat(engine), 1)
+    run(engine, batches_of(engine), 1)
     assert engine.save_16bit_model(folder, "after.bin") is True
     said = together(str(raised.value))
     assert said[0] == said[1]

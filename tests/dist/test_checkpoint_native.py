@@ -2,17 +2,15 @@
 files are safetensors and JSON only."""
 
 import argparse
-import functools
 import glob
 import json
 import os
-import random
 
 import pytest
 import torch
 
 import deepspeed
-import test_checkpoint
+from claims import batches_of, comparable
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert import export
 from deepspeed.checkpoint.layouts.open_saved import open_saved
@@ -20,69 +18,19 @@ from deepspeed.checkpoint.layouts.saved_native import NotPlain
 from deepspeed.checkpoint.read import cli
 from deepspeed.checkpoint.write import file_writer, verify
 from deepspeed.formats.safetensors_file import read_safetensors
-from engine_models import config, loss_of, make_net, net_engine
+from engine_models import config, make_net, net_engine
 from harness import RankError, on_ranks, run_ranks
 from models import Parts
 from mpu import two_by_two
 from refusals import refused
-from runs import engine_of, load_into, moments, sgd, take_step, together, weights
+from runs import engine_of, load_into, moments, take_step, together, weights
 from runs import identical as same
-from test_checkpoint import PRECISIONS, repeat, seed_all
+from test_checkpoint import PRECISIONS, run, trained
 from test_checkpoint_writers import Someones
-from test_zero_checkpoint import comparable, make_engine
+from test_zero_checkpoint import make_engine
 
 NATIVE = {"checkpoint": {"writer": {"format": "safetensors"}}}
 TORCH = {}
-
-
-def train(engine, batches, steps):
-    """Trains with everything a run draws from: data order, dropout, Python's numbers. ``sometimes`` is used in the same
-    micro-steps on all ranks: where it is not, the order of additions depends on what the engine has learned so far."""
-    losses = []
-    for _ in range(steps * engine.gradient_accumulation_steps()):
-        tokens, targets = next(batches)
-        output = torch.nn.functional.dropout(engine(tokens, extra=engine.micro_steps % 3 != 1), 0.1)
-        losses.append(take_step(engine, loss_of(output, targets) * (1 + 0.1 * random.random())))
-    return losses, weights(engine), comparable(engine.optimizer.state_dict())
-
-
-trained = functools.partial(test_checkpoint.trained, train=train)
-
-
-def body_straight(rank, world, folder, stage, precision, client):
-    engine = make_engine(world, stage, {**precision, **NATIVE}, optimizer=sgd if client else None)
-    seed_all(7 + rank)
-    batches = repeat(engine)
-    train(engine, batches, 4)
-    engine.save_checkpoint(folder, client_state={"epoch": 3, "best": torch.tensor([0.5, 2.0])})
-    return train(engine, batches, 4)
-
-
-def body_resumed(rank, world, folder, stage, precision, client):
-    engine = make_engine(world, stage, {**precision, **NATIVE}, seed=5, optimizer=sgd if client else None)
-    seed_all(99)
-    path, client_state = engine.load_checkpoint(folder)
-    assert path == os.path.join(folder, "global_step4", "checkpoint.json")
-    assert client_state["epoch"] == 3 and torch.equal(client_state["best"], torch.tensor([0.5, 2.0]))
-    assert client_state["ds_config"]["train_batch_size"] == 8
-    return train(engine, repeat(engine), 4)
-
-
-CASES = [(stage, precision, False) for stage in range(4) for precision in sorted(PRECISIONS)]
-CASES += [(0, "fp32", True), (1, "bf16", True), (2, "fp32", True), (3, "bf16", True)]
-
-
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("stage, precision, client", CASES)
-def test_resumes_bit_by_bit(stage, precision, client, tmp_path):
-    given = str(tmp_path), stage, PRECISIONS[precision], client
-    straight = run_ranks(2, body_straight, *given)
-    resumed = run_ranks(2, body_resumed, *given)
-    for (losses, params, states), (losses_2, params_2, states_2) in zip(straight, resumed):
-        assert losses == losses_2
-        assert same(params, params_2) and same(states, states_2)
-    assert verify.verify_folder(str(tmp_path / "global_step4")) == []
-    assert not glob.glob(f"{tmp_path}/**/*.pt", recursive=True) and not (tmp_path / "zero_to_fp32.py").exists()
 
 
 # ---- any stage and number of ranks -----------------------------------------------------------------------------------
@@ -260,9 +208,9 @@ def test_what_only_a_pickle_could_hold_stops_all_ranks_before_anything_is_writte
 @on_ranks(2)
 def test_frozen_weights_are_stored_once(rank, world, stage, tmp_path, folder):
     engine = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
-    batches, names = repeat(engine), []
+    batches, names = batches_of(engine), []
     for tag in ("a", "b", "c", "d", "e"):
-        train(engine, batches, 1)
+        run(engine, batches, 1)
         if tag == "c":  # a change that no version counter shows
             with deepspeed.zero.GatheredParameters([engine.module.frozen.weight], modifier_rank=0):
                 engine.module.frozen.weight.data.add_(1)
@@ -397,12 +345,12 @@ def test_tools_read_it(stage, tmp_path, capsys):
 def test_written_in_the_background(rank, world, stage, folder, tmp_path):
     made = {"checkpoint": {"async": True, "writer": {"format": "safetensors"}}}
     engine = make_engine(world, stage, {**PRECISIONS["bf16"], **made})
-    batches = repeat(engine)
+    batches = batches_of(engine)
     for tag in ("a", "b"):
-        train(engine, batches, 1)
+        run(engine, batches, 1)
         engine.save_checkpoint(folder, tag=tag)
         saved = weights(engine), comparable(engine.optimizer.state_dict())
-        train(engine, batches, 1)
+        run(engine, batches, 1)
     engine.destroy()  # waits for the last save
     fresh = load_into(make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=4), folder)
     assert same(saved, (weights(fresh), comparable(fresh.optimizer.state_dict())))
@@ -464,7 +412,7 @@ def body_killed(rank, world, folder, fault):
     os.environ.pop("DS_IO_FAULT", None)
     engine = make_engine(world, 2, NATIVE)
     engine.save_checkpoint(folder, tag="a")
-    train(engine, repeat(engine), 1)
+    run(engine, batches_of(engine), 1)
     if rank == world - 1:
         file_writer.inject_fault(fault)
     engine.save_checkpoint(folder, tag="b")

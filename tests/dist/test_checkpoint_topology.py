@@ -7,15 +7,17 @@ from unittest import mock
 import pytest
 import torch
 
+from claims import batches_of, draw_from
 from deepspeed.data.loader import WORKERS
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_models import after_embedding, loss_of, make_net
 from harness import run_ranks
 from models import beside
+from programs import TOKENS
 from runs import SMALL_PARTS, engine_of, sgd, take_step, weights
 from runs import identical as same
 from sampling import every_case, sample
-from test_checkpoint import PRECISIONS, TOKENS, repeat, run, seed_all
+from test_checkpoint import PRECISIONS, run
 
 PRECISION = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16" if "fp16" in PRECISIONS else "bf16"}
 SIZE = 24  # samples in a step: 1, 2, 3, 4 and 8 ranks divide it
@@ -213,10 +215,10 @@ def body_straight(rank, world, folder, kinds, steps, resumed):
             engine = make_engine(world, stage, precision, seed=5 if resumed else 0, training_data=TOKENS, accumulate=2)
         assert engine.training_dataloader.num_local_io_workers == workers
         where = os.path.join(folder, f"{stage}{precision}")
-        seed_all(99 if resumed else 7 + rank)
+        draw_from(99 if resumed else 7 + rank)
         if resumed:
             engine.load_checkpoint(where)
-        batches = repeat(engine)
+        batches = batches_of(engine)
         if not resumed:
             run(engine, batches, steps)
             engine.save_checkpoint(where)

@@ -10,10 +10,11 @@ import peer_model
 from deepspeed.checkpoint.ds_to_universal import main as convert
 from engine_models import loss_on, net_engine
 from harness import on_ranks, run_ranks
+from programs import WARMUP
 from refusals import refused
 from runs import SMALL_PARTS, moments, sgd, take_step, weights
 from sampling import every_case, sample
-from test_checkpoint import PRECISIONS, WARMUP
+from test_checkpoint import PRECISIONS
 from test_checkpoint_peer import expectation
 
 SIZE = 12  # of a batch: 1, 2, 3 and 4 ranks share it evenly

@@ -10,7 +10,7 @@ from deepspeed.comm import mesh_views
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from harness import run_ranks
 from models import Parts
-from moe_models import ADAM, WIDTH, batch, fill, moe_net, plain_name, plain_net
+from moe_models import ADAM, WIDTH, batch, fill, moe_net, plain_name, plain_net, plain_run
 from mpu import Mpu
 from runs import engine_of, settings
 from tensor_parallel import AddedUp, Copied
@@ -81,21 +81,11 @@ def trained(rank, world, dp, stage, ep_size):
     return slice_, norms, grads, found
 
 
-def plain(parts):
+def plain_of(parts):
     """The same of one process with the tokens of ``parts`` ranks."""
     net = plain_net(*EXPERTS)
     net.first = cut()
-    optimizer, norms, grads = torch.optim.AdamW(net.parameters(), **ADAM), [], {}
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=False)
-        for part in range(parts):
-            (net(batch(step, part)) / parts).backward()
-        for param in net.parameters():  # an expert without tokens has a zero gradient
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        grads = grads or {name: param.grad.clone() for name, param in net.named_parameters()}
-        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIP)))
-        optimizer.step()
-    return norms, grads, {name: param.detach() for name, param in net.named_parameters()}
+    return plain_run(net, parts, STEPS, clip=CLIP)
 
 
 def piece(name, value, rank):
@@ -110,13 +100,13 @@ def body(rank, world, dp, cases):
 # Stage, ranks that share the experts.
 @pytest.mark.parametrize("dp, cases", [(1, [(0, 4), (1, 2), (2, 4)]), (2, [(1, 4), (2, 2)])])
 def test_equals_one_process(dp, cases):
-    norms, grads, params = plain(dp * SP)
+    plain = plain_of(dp * SP)
     seen = set()
     for results in run_ranks(dp * SP * TP, body, dp, cases, init="gloo", timeout=120):
         for case, (rank, own_norms, own_grads, own_params) in zip(cases, results):
-            assert own_norms == pytest.approx(norms, rel=1e-6), case
-            for own, whole, bound in ((own_grads, grads, 1e-6), (own_params, params, 1e-6)):
+            assert own_norms == pytest.approx(plain.norms, rel=1e-6), case
+            for own, whole in ((own_grads, plain.grads[0]), (own_params, plain.params)):
                 for name, value in own.items():
-                    assert torch.allclose(value, piece(name, whole[name], rank), rtol=bound, atol=bound), (case, name)
+                    assert torch.allclose(value, piece(name, whole[name], rank), rtol=1e-6, atol=1e-6), (case, name)
             seen |= set(own_params)
-    assert seen == set(params)
+    assert seen == set(plain.params)

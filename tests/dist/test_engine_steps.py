@@ -10,6 +10,7 @@ import torch
 from harness import on_ranks
 from logs import logged
 from models import Parts
+from plain import Plain
 from refusals import refused
 from runs import engine_of, settings, take_step
 from runs import weight_list as weights
@@ -82,18 +83,13 @@ def plateau(optimizer):
 
 
 def plain_plateau(world, accumulate, told=None):
-    model = net_of()
-    optimizer = sgd(model.parameters())
-    scheduler = plateau(optimizer)
-    rates = []
+    plain, rates = Plain(net_of(), sgd, dtype=None), []
+    scheduler = plateau(plain.optimizer)
+    parts = [(rank, micro) for micro in range(accumulate) for rank in range(world)]
     for step in range(4):
-        x = torch.cat([inputs(step, rank, micro) for micro in range(accumulate) for rank in range(world)])
-        loss = model(x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step(loss.item() if told is None else told)
-        rates.append(optimizer.param_groups[0]["lr"])
+        losses = plain.step(*(plain.model(inputs(step, *part)) for part in parts))
+        scheduler.step(sum(losses) / len(losses) if told is None else told)
+        rates.append(plain.optimizer.param_groups[0]["lr"])
     return rates
 
 
@@ -218,16 +214,12 @@ def lacks(rank, step, micro):
 
 
 def plain_one_lacks(world, accumulate):
-    model = net_of()
-    optimizer = sgd(model.parameters())
+    plain = Plain(net_of(), sgd, dtype=None)
+    parts = [(rank, micro) for micro in range(accumulate) for rank in range(world)]
     for step in range(5):
-        optimizer.zero_grad()
-        for micro in range(accumulate):
-            for rank in range(world):
-                if not lacks(rank, step, micro):
-                    (model(inputs(step, rank, micro)) / (world * accumulate)).backward()
-        optimizer.step()
-    return [param.detach() for param in model.parameters()]
+        there = (part for part in parts if not lacks(part[0], step, part[1]))
+        plain.step(*(plain.model(inputs(step, *part)) for part in there), share=1 / len(parts))
+    return [param.detach() for param in plain.params.values()]
 
 
 @pytest.mark.parametrize(

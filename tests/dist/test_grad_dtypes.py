@@ -1,6 +1,5 @@
 """In which dtype gradients are kept and sent, and what a user may do with them between backward and step."""
 
-import copy
 import io
 from contextlib import redirect_stdout
 
@@ -13,9 +12,10 @@ from deepspeed.utils import safe_get_full_grad
 from harness import on_ranks
 from logs import logged
 from models import Parts
+from plain import Plain, reduced_mean
 from refusals import refused
 from runs import engine_of, identical, take_step, together, with_fp16
-from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
+from zero_models import adamw, data, engine_config, loss_of, make, relative
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"fp32": torch.float32, **NARROW}
@@ -39,10 +39,12 @@ def backward(engine, step, part, dtype):
     engine.backward(loss_on(engine, step, part, DTYPES[dtype]))
 
 
-def add_up(reference, parts, divided_by):
-    """Gradients of a model in fp64, on all parts of a batch."""
+def added_up(parts, share):
+    """Gradients of a model in fp64, on all parts of a batch, by name."""
+    plain = Plain(make("plain"), adamw)
     for part in range(parts):
-        (loss_on(reference, 0, part, torch.float64) / divided_by).backward()
+        plain.add(loss_on(plain.model, 0, part, torch.float64), share=share)
+    return plain.sums()
 
 
 def shrink(params):
@@ -64,34 +66,24 @@ def shrink(params):
 def test_what_is_done_to_grad_counts_as_in_a_plain_process(rank, world, dtype):
     scale = SCALE if dtype == "fp16" else 1.0
     model = make("plain").to(DTYPES[dtype])
-    plain = copy.deepcopy(model)
-    params, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
-    masters = {name: torch.nn.Parameter(p.detach().float()) for name, p in theirs.items()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=LR, betas=BETAS, weight_decay=DECAY)
+    plain = Plain(model, adamw, DTYPES[dtype], scale=scale)
+    params, theirs = dict(model.named_parameters()), plain.params
     engine = start(model, 0, world, dtype=dtype)
     for step in range(4):
         backward(engine, step, rank, dtype)
-        parts = []
         for part in range(world):
-            plain.zero_grad(set_to_none=True)
-            (loss_on(plain, step, part, DTYPES[dtype]) * scale).backward()
-            parts.append({name: p.grad.clone() for name, p in theirs.items()})
+            plain.add(loss_on(plain.model, step, part, DTYPES[dtype]))
         for name, p in params.items():
-            theirs[name].grad = reduced_mean([part[name] for part in parts])
+            theirs[name].grad = reduced_mean(plain.parts[name])
             assert p.grad.dtype == p.dtype, name
             assert torch.equal(p.grad, theirs[name].grad), f"step {step}: {name}, bit by bit"
         shrink(params)
         shrink(theirs)
         engine.step()
-        for name, master in masters.items():
-            master.grad = None if theirs[name].grad is None else theirs[name].grad.float() / scale
-        optimizer.step()
-        with torch.no_grad():
-            for name, p in theirs.items():
-                p.copy_(masters[name])
+        plain.update({name: p.grad.float() / scale for name, p in theirs.items() if p.grad is not None})
         assert all(p.grad is None for p in params.values())
         for name, p in params.items():
-            assert relative(deepspeed.utils.safe_get_full_fp32_param(p), masters[name]) < 1e-6, (step, name)
+            assert relative(deepspeed.utils.safe_get_full_fp32_param(p), plain.masters[name]) < 1e-6, (step, name)
     held = dict(engine.core.held_bytes())
     assert held["grad"] == held["lp"] and not held["local"], "two bytes for each parameter"
 
@@ -110,14 +102,12 @@ def check_kinds(rank, world, cases):
         assert {grad.dtype for grad in engine.core.grads()} <= {wanted}
         assert engine.get_data_types() == (DTYPES[param], wanted)
         assert engine.communication_data_type == DTYPES[sent] if sent else wanted
-        reference = make("plain").to(torch.float64)
         for micro in range(accumulate):
             backward(engine, 0, rank * accumulate + micro, param)
             if micro + 1 < accumulate:
                 engine.step()
-        add_up(reference, world * accumulate, world * accumulate)
-        theirs = dict(reference.named_parameters())
-        worst = max(relative(safe_get_full_grad(p), theirs[name].grad) for name, p in model.named_parameters())
+        theirs = added_up(world * accumulate, 1 / (world * accumulate))
+        worst = max(relative(safe_get_full_grad(p), theirs[name]) for name, p in model.named_parameters())
         assert worst < max(ROUNDING[kind] for kind in (param, kept, sent or kept)), case
         held = sum(size for kind, size in engine.core.held_bytes().items() if kind in ("grad", "local"))
         size = DTYPES[kept].itemsize if hasattr(torch.float32, "itemsize") else 4 if kept == "fp32" else 2
@@ -220,15 +210,13 @@ def test_gradients_can_be_added_up(rank, world, stage, more, dtype):
     made = {**more, **fp16, "gradient_allreduce_op": "Sum", "zero": {"audit_steps": 1}}
     engine = start(make("plain"), stage, world, 2, dtype, **made)
     assert not engine.gradient_average
-    reference = make("plain").double()
     for micro in range(2):
         backward(engine, 0, 2 * rank + micro, dtype)
         if micro == 0:
             engine.step()
-    add_up(reference, 2 * world, 2)
-    theirs = dict(reference.named_parameters())
+    theirs = added_up(2 * world, 1 / 2)
     for name, p in engine.module.named_parameters():
-        assert relative(safe_get_full_grad(p), theirs[name].grad) < ROUNDING[dtype], name
+        assert relative(safe_get_full_grad(p), theirs[name]) < ROUNDING[dtype], name
     engine.step()  # audited
 
 

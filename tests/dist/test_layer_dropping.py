@@ -1,5 +1,7 @@
 """Progressive layer dropping in an engine: what all ranks leave out, gathers, recomputations, keywords, a restart."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from deepspeed.runtime.progressive_layer_drop import convert_to_pld
 from harness import on_ranks
 from layer_models import Block, Transformer, batch_of, loss_of, token_dropping
 from models import Parts, Recomputed, beside, two_layers
+from plain import Plain
 from runs import engine_of, identical, last_of, raised, settings, take_step, together, weights
 
 DROP = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 10.0}}  # the half, from step 1 on
@@ -58,22 +61,18 @@ def steps(engine, count=5, rank=0, first=0):
 
 def plain_steps(world, count, plan, theta=0.5):
     """One process with all samples: dropped layers are left out, what others add is divided by the probability."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    for step in range(count):
+
+    def loss_at(model, step, rank):
         plan.place(step, 0, 1.0 if step == 0 else theta)
-        for rank in range(world):
-            batch = batch_of(step, first=2 * rank)
-            x = model.into(batch)
-            for number, layer in enumerate(model.h):
-                if number not in plan.dropped:
-                    x = x + (layer(x) - x) / plan.probability
-            found = model.head(x)
-            loss = nn.functional.cross_entropy(found[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-            (loss / world).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return [param.detach() for param in model.parameters()]
+        batch = batch_of(step, first=2 * rank)
+        x = model.into(batch)
+        for number, layer in enumerate(model.h):
+            if number not in plan.dropped:
+                x = x + (layer(x) - x) / plan.probability
+        return nn.functional.cross_entropy(model.head(x)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    plain = Plain(Net(), functools.partial(torch.optim.SGD, lr=0.3), dtype=None).run(loss_at, range(count), world)
+    return [param.detach() for param in plain.params.values()]
 
 
 BETWEEN_HOSTS = {"DS_PEER_MEMORY": "0"}  # every gather is a collective

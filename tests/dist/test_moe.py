@@ -6,28 +6,28 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from engine_models import losses_and_norms
 from harness import on_ranks
-from moe_models import ADAM, adam, batch, moe_net, plain_name, train_plain
+from moe_models import ADAM, batch, moe_net, plain_name, plain_net, plain_run
 from runs import engine_of, settings
 
-EXPERTS, STEPS, CLIP = 8, 3, 0.3
+EXPERTS, STEPS = 8, 3
 
 
 def config(world, stage, offload=None, folder=""):
     device = {} if offload is None else {"device": offload, **({"nvme_path": folder} if offload == "nvme" else {})}
     places = {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})} if device else {}
-    return settings(stage, 8, optimizer={"type": "AdamW", "params": ADAM}, zero=places, gradient_clipping=CLIP)
+    return settings(stage, 8, optimizer={"type": "AdamW", "params": ADAM}, zero=places, gradient_clipping=0.3)
 
 
 def assert_like_loops(rank, world, stage, ep_size, k, drop, residual, steps=STEPS, *places):
     net = moe_net(rank % ep_size, EXPERTS, ep_size, k, drop, residual)
     engine = engine_of(net, config(world, stage, *places))
     own_losses, own_norms = losses_and_norms(engine, (batch(step, rank) for step in range(steps)))
-    losses, norms, params = train_plain(world, steps, adam, CLIP, EXPERTS, k, drop, residual)
-    assert own_losses == pytest.approx([step[rank] for step in losses], abs=2e-6)
-    assert own_norms == pytest.approx(norms, rel=1e-5)
+    plain = plain_run(plain_net(EXPERTS, k, drop, residual), world, steps)
+    assert own_losses == pytest.approx([step[rank] for step in plain.losses], abs=2e-6)
+    assert own_norms == pytest.approx(plain.norms, rel=1e-5)
     first = rank % ep_size * net.layer.num_local_experts
     for name, param in net.named_parameters():
-        expected = params[plain_name(name, first)]
+        expected = plain.params[plain_name(name, first)].detach()
         assert torch.allclose(safe_get_full_fp32_param(param).cpu(), expected, rtol=1e-5, atol=2e-6), name
 
 

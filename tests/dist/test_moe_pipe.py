@@ -7,7 +7,8 @@ import deepspeed
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import safe_get_full_fp32_param
 from harness import on_ranks, run_ranks
-from moe_models import ADAM, WIDTH, Plain, batch, clipped_step, fill, gate_weights, moe_layer, plain_name, values
+from moe_models import ADAM, WIDTH, Loops, adam, batch, fill, gate_weights, moe_layer, plain_name, values
+from plain import Plain
 from refusals import refused
 from runs import engine_of
 from sampling import every_case
@@ -89,34 +90,31 @@ MORE = [(4, stage, interval, schedule, "batch") for stage, interval in STAGES fo
 
 @pytest.mark.parametrize("stages, stage, interval, schedule, scope", CASES + MORE * every_case())
 def test_equals_loops_in_one_process(stages, stage, interval, schedule, scope):
-    blocks, aux = [], []
+    blocks, shared = [], []
     for seed in range(1, stages + 1):
-        layer = Plain(4, 2, False, False, 1.0)
-        blocks.append(filled(Block(layer, aux), seed, layer.wg, enumerate(layer.experts)))
-    net = torch.nn.Sequential(*blocks)
-    optimizer, losses, norms = torch.optim.AdamW(net.parameters(), **ADAM), [], []
+        layer = Loops(4, 2, False, False, 1.0)
+        blocks.append(filled(Block(layer, shared), seed, layer.wg, enumerate(layer.experts)))
+    plain = Plain(torch.nn.Sequential(*blocks), adam, dtype=None, clip=0.3, zeros=True)
+    aux, losses = plain.model[0].aux, []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        plain = 0.0
+        losses.append(0.0)
         for micro in range(MICROS):
             copies = [data(step, micro, copy) for copy in range(2)]
             if scope == "batch":  # the balance of both copies' tokens
                 copies = [[torch.cat(part) for part in zip(*copies)]]
             for inputs, labels in copies:
-                loss = loss_fn(net(inputs), labels) / (len(copies) * MICROS)
-                (loss + COEFF * sum(aux) / (len(copies) * MICROS)).backward()
+                loss = loss_fn(plain.model(inputs), labels)
+                plain.add(loss + COEFF * sum(aux), share=1 / (len(copies) * MICROS))
+                losses[-1] += loss.item() / (len(copies) * MICROS)
                 aux.clear()
-                plain += loss.item()
-        losses.append(plain)
-        norms.append(clipped_step(optimizer, net.parameters(), 0.3))
-    expected = dict(net.named_parameters())
+        plain.update()
     seen = set()
     for own_losses, own_norms, params in run_ranks(2 * stages, body, stage, interval, schedule, scope, init=True):
-        assert own_losses == pytest.approx(losses, abs=3e-6) and own_norms == pytest.approx(norms, rel=1e-5)
+        assert own_losses == pytest.approx(losses, abs=3e-6) and own_norms == pytest.approx(plain.norms, rel=1e-5)
         for name, value in params.items():
             seen.add(name)
-            assert torch.allclose(torch.tensor(value), expected[name], rtol=1e-4, atol=5e-6), name
-    assert seen == set(expected)
+            assert torch.allclose(torch.tensor(value), plain.params[name], rtol=1e-4, atol=5e-6), name
+    assert seen == set(plain.params)
 
 
 @on_ranks(1, init=True)

@@ -16,8 +16,7 @@ from models import Parts, Recomputed, beside, seeded
 from moe_models import (
     ADAM,
     WIDTH,
-    Plain,
-    adam,
+    Loops,
     batch,
     fill,
     fill_net,
@@ -26,8 +25,7 @@ from moe_models import (
     net_of,
     plain_name,
     plain_net,
-    train_plain,
-    train_plain_net,
+    plain_run,
     values,
 )
 from mpu import two_by_two
@@ -47,11 +45,11 @@ def train(engine, rank, steps=3, micro=1):
 
 def check_params(net, first_of, expected):
     for name, value in found(net, first_of).items():
-        assert torch.allclose(torch.tensor(value), expected[name], rtol=1e-4, atol=5e-6), name
+        assert torch.allclose(torch.tensor(value), expected.params[name], rtol=1e-4, atol=5e-6), name
 
 
 def found(net, first_of):
-    """Parameters by the names that ``Plain`` has for them. ``first_of(name)``: the first expert here."""
+    """Parameters by the names that ``Loops`` has for them. ``first_of(name)``: the first expert here."""
     return {plain_name(n, first_of(n)): safe_get_full_fp32_param(p).tolist() for n, p in net.named_parameters()}
 
 
@@ -76,7 +74,7 @@ def pyramid_of(small, large):
 def pyramid(ranks_first):
     """``ranks_first``: None for the one in plain loops, else the first experts of both layers on this rank."""
     if ranks_first is None:
-        net = pyramid_of(Plain(2, 1, False, False, 1.0), Plain(4, 2, True, True, 1.0))
+        net = pyramid_of(Loops(2, 1, False, False, 1.0), Loops(4, 2, True, True, 1.0))
         parts = [(layer.wg, dict(enumerate(layer.experts))) for layer in (net.small, net.large)]
     else:
         net = pyramid_of(moe_layer(2, 2, 1, False, False, 1.0), moe_layer(4, 4, 2, True, True, 1.0))
@@ -97,12 +95,12 @@ def pyramid(ranks_first):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(4, init=True)
 def test_layers_may_differ_and_be_used_twice(rank, world, stage):
-    losses, _, expected = train_plain_net(pyramid(None), world, 3, adam, 0.3)
+    expected = plain_run(pyramid(None), world, 3)
     first = {"small": rank % 2, "large": rank}
     net = pyramid(list(first.values()))
     engine = engine_of(net, config(world, stage))
     assert engine.has_moe_layers and engine.num_experts == [2, 4]
-    assert train(engine, rank) == pytest.approx([step[rank] for step in losses], abs=3e-6)
+    assert train(engine, rank) == pytest.approx([step[rank] for step in expected.losses], abs=3e-6)
     check_params(net, lambda name: first.get(name.split(".")[0], 0), expected)
 
 
@@ -307,8 +305,8 @@ def test_experts_in_zero_init(rank, world, given):
     first = 2 * (rank % 2)
     for name, param in net.named_parameters():
         safe_set_full_fp32_param(param, plain[plain_name(name, first)].detach())
-    losses, _, expected = train_plain(4, 3, adam, 0.3, 4, 1, False, False)
-    assert train(engine, rank) == pytest.approx([step[rank] for step in losses], abs=3e-6)
+    expected = plain_run(plain_net(4, 1, False, False), 4, 3)
+    assert train(engine, rank) == pytest.approx([step[rank] for step in expected.losses], abs=3e-6)
     check_params(net, lambda name: first, expected)
 
 
@@ -320,11 +318,11 @@ def test_tensor_parallel_ranks_share_the_work_on_their_tokens(rank, world):
         net = moe_net(rank % ep_size, 4, ep_size, 2, drop, True, 1.0)
         engine = engine_of(net, config(world, stage, train_batch_size=16), mpu=unit)
         own_losses, own_norms = losses_and_norms(engine, (batch(step, rank // 2) for step in range(3)))
-        losses, norms, params = train_plain(2, 3, adam, 0.3, 4, 2, drop, True, 1.0)
-        assert own_losses == pytest.approx([step[rank // 2] for step in losses], abs=3e-6)
-        assert own_norms == pytest.approx(norms, rel=1e-5)
+        expected = plain_run(plain_net(4, 2, drop, True, 1.0), 2, 3)
+        assert own_losses == pytest.approx([step[rank // 2] for step in expected.losses], abs=3e-6)
+        assert own_norms == pytest.approx(expected.norms, rel=1e-5)
         first = rank % ep_size * net.layer.num_local_experts
-        check_params(net, lambda name, first=first: first, params)
+        check_params(net, lambda name, first=first: first, expected)
         engine.destroy()
 
 

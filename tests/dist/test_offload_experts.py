@@ -10,7 +10,7 @@ from harness import on_ranks
 from hf_like_moe import WIDTH, model_of
 from moe_models import values
 from runs import engine_of as engine_on
-from runs import load_into, moments, settings, take_step
+from runs import everything, identical, load_into, settings, take_step
 
 
 def engine_of(world, stage, zero, ep_size=2):
@@ -23,14 +23,6 @@ def engine_of(world, stage, zero, ep_size=2):
 def train(engine, rank, steps):
     inputs = (values(50 * step + 7 * rank, 2, 4, WIDTH) * 2 for step in steps)
     return [torch.tensor(take_step(engine, engine(x)), dtype=torch.float64) for x in inputs]
-
-
-def everything(engine):
-    return [tensor for tensors in moments(engine).values() for tensor in tensors]
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
 def on(where, folder):
@@ -63,11 +55,11 @@ def test_experts_train_and_go_on_to_the_bit(rank, world, stage, where, params, e
         engine.destroy()
         del engine
         gc.collect()
-    assert same(*results), "with and without"
+    assert identical(*results), "with and without"
     for given in ({}, zero):
         engine = load_into(engine_of(world, stage, given, ep_size), saved)
         losses = train(engine, rank, range(2, 4))
-        assert same([*losses, *everything(engine)], results[0][2:]), "resumed"
+        assert identical([*losses, *everything(engine)], results[0][2:]), "resumed"
         engine.destroy()
         del engine
         gc.collect()

@@ -32,7 +32,7 @@ from engine_models import after_steps, batch, loss_of, make_net, net_engine, tra
 from harness import on_ranks, run_ranks
 from models import seeded
 from refusals import refused
-from runs import by_rank_0, engine_of, last_of, load_into, moments, take_step, weight_list
+from runs import by_rank_0, engine_of, equal_bits, everything, identical, last_of, load_into, take_step
 from test_checkpoint_universal import to_universal
 
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}  # fp16: tests/cpp/zero/placements_test.cpp
@@ -46,17 +46,6 @@ def make_engine(world, stage, offload=None, accumulate=1, optimizer=None, model=
         more["optimizer"], optimizer = {"type": optimizer, "params": {"lr": 3e-3}}, None
     more = {"zero_allow_untested_optimizer": False, **more}
     return net_engine(world, stage, accumulate, model, client=optimizer, zero=section, **more)
-
-
-def everything(engine):
-    """Weights, masters and states, whole."""
-    states = moments(engine, engine.optimizer.state_names()).values()
-    return weight_list(engine) + [tensor for tensors in states for tensor in tensors]
-
-
-def same(a, b):
-    """None: a state that nobody has made."""
-    return len(a) == len(b) and all(x is y or (x is not None and torch.equal(x, y)) for x, y in zip(a, b))
 
 
 def on(folder, where):
@@ -86,12 +75,12 @@ def files_below(folder):
 @pytest.mark.parametrize("where", ["cpu", "nvme", "ratio 0.3", "mixed"])
 @on_ranks()
 def test_equals_training_without_offload(rank, world, where, stage, dtype, accumulate, optimizer, clip, folder):
-    results, more = [], {**DTYPES[dtype], "gradient_clipping": clip}
-    for offload in (None, on(folder, where)):
+    def trained(offload):
+        more = {**DTYPES[dtype], "gradient_clipping": clip}
         engine = make_engine(world, stage, offload, accumulate, optimizer, **more)
-        losses, _ = train_engine(engine, 4, rank, world)
-        results.append([*last_of(engine, everything), torch.tensor(losses)])
-    assert same(*results)
+        return engine, train_engine(engine, 4, rank, world)[0]
+
+    equal_bits(trained, None, on(folder, where))
     deepspeed.comm.barrier()
     assert not files_below(folder), "removed with the engine"
 
@@ -126,7 +115,7 @@ def test_optimizers_of_clients(rank, world, folder):
     assert type(initialize(DeepSpeedCPUAdam, {"device": "cpu"}).basic_optimizer) is DeepSpeedCPUAdam
     more = {"zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": True}}
     engines = [initialize(torch.optim.AdamW, offload, **more) for offload in (None, {"device": "cpu"})]
-    assert same(*(everything(after_steps(engine, 3, rank, world)) for engine in engines))
+    assert identical(*(everything(after_steps(engine, 3, rank, world)) for engine in engines))
 
 
 # ---- values of parameters -----------------------------------------------------------------------------------------
@@ -134,8 +123,7 @@ def test_optimizers_of_clients(rank, world, folder):
 @pytest.mark.parametrize("where, stage", [("cpu", 2), ("nvme", 1), ("nvme", 3), ("mixed", 2)])
 @on_ranks(2)
 def test_values_are_read_and_set_where_they_rest(rank, world, where, stage, folder):
-    results = []
-    for offload in (None, on(folder, where)):
+    def trained(offload):
         engine = after_steps(make_engine(world, stage, offload, bf16={"enabled": True}), 1, rank, world)
         params = [p for p in engine.module.parameters() if p.requires_grad]
         for index, param in enumerate(params):
@@ -154,8 +142,9 @@ def test_values_are_read_and_set_where_they_rest(rank, world, where, stage, fold
         )
         grads = [safe_get_full_grad(param) for param in params]
         engine.step()
-        results.append([*last_of(engine, everything), *[g for g in grads if g is not None]])
-    assert same(*results)
+        return engine, grads
+
+    equal_bits(trained, None, on(folder, where))
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
@@ -192,7 +181,7 @@ def test_checkpoints_of_any_placement_into_any_other(rank, world, before, after,
     again = after_steps(
         load_into(make_engine(world, next_stage, None, **more), folder, tag="t"), 1, rank, world, start=3
     )
-    assert same(everything(second), everything(again))
+    assert identical(everything(second), everything(again))
     gap = max(float((a - b).abs().max()) for a, b in zip(everything(second), everything(plain)))
     assert gap < 1e-4 or stage == next_stage and gap == 0, gap
 
@@ -206,7 +195,7 @@ def test_universal_checkpoints_load_into_files(rank, world, stage, folder):
     by_rank_0(rank, to_universal, folder)
     more["checkpoint"] = {"load_universal": True}
     engines = (load_into(make_engine(world, stage, where, **more), folder) for where in (None, on(folder, "nvme")))
-    assert same(*(last_of(engine, everything) for engine in engines))
+    assert identical(*(last_of(engine, everything) for engine in engines))
 
 
 @on_ranks(2)
@@ -290,8 +279,7 @@ def test_files_that_one_rank_cannot_make_are_an_error_of_all(tmp_path, zero, blo
 @pytest.mark.parametrize("stage, where", [(1, None), (2, "cpu"), (3, None), (2, "ratio 0.3")])
 @on_ranks(2)
 def test_states_wait_in_files(rank, world, stage, where, folder):
-    results = []
-    for away in (False, True):
+    def trained(away):
         offload = (
             {"device": "none", "nvme_path": folder} if where is None else {**on(folder, where), "nvme_path": folder}
         )
@@ -310,8 +298,9 @@ def test_states_wait_in_files(rank, world, stage, where, folder):
                 places = {None: {engine.device}, "cpu": {torch.device("cpu")}}
                 wanted = places.get(where, {engine.device, torch.device("cpu")})
                 assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == wanted
-        results.append(last_of(after_steps(engine, 2, rank, world, start=2), everything))
-    assert same(*results)
+        return after_steps(engine, 2, rank, world, start=2), None
+
+    equal_bits(trained, False, True)
     deepspeed.comm.barrier()
     assert not files_below(folder)
 
@@ -343,7 +332,7 @@ def test_memory_decides_where_states_rest(rank, world, stage, folder):
     refused(
         ValueError, "both say where", make_engine, world, stage, {"device": "cpu"}, zero={"placement": {"auto": True}}
     )
-    assert same(found[0], found[1]) and same(found[0], found[2])
+    assert identical(found[0], found[1]) and identical(found[0], found[2])
 
 
 # ---- what is told -------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Parameters that rest on the host or on a drive between their uses: ``zero_optimization.offload_param``."""
 
-import gc
 import os
 import pathlib
 import signal
@@ -15,7 +14,6 @@ import torch
 import deepspeed
 from deepspeed.utils import (
     safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -23,8 +21,7 @@ from engine_models import after_steps, make_net, net_engine, train_engine
 from harness import on_ranks, run_ranks
 from models import Parts, beside, seeded, waves
 from refusals import refused
-from runs import last_of, load_into, take_step, together, value_of, with_fp16
-from runs import weight_list as values
+from runs import dtype_of, equal_bits, identical, last_of, load_into, take_step, together, value_of, with_fp16
 
 
 def make(world, offload=None, model=None, accumulate=1, zero=(), optimizer=True, **more):
@@ -45,32 +42,21 @@ def files_of(folder, rank, dtype="float32"):
     return sorted(path.name for path in found.iterdir()) if found.is_dir() else []
 
 
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 # ---- training -----------------------------------------------------------------------------------------------------
 @pytest.mark.any_device
 @pytest.mark.parametrize("world, bf16, accumulate", [(1, True, 1), (1, False, 2), (2, True, 2), (2, False, 1)])
 @on_ranks(init=True)
 def test_training_is_equal_to_the_bit(rank, world, bf16, accumulate, folder):
-    results = []
-    for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=500)):
+    def trained(offload):
         engine = make(world, offload, accumulate=accumulate, bf16={"enabled": bf16}, gradient_clipping=0.1)
-        dtype = "bfloat16" if bf16 else "float32"
         train_engine(engine, 3 * accumulate, rank, world)
-        param = next(engine.module.parameters())
-        results.append(
-            [*values(engine), safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")]
-        )
         if offload is not None and offload["device"] == "nvme":
-            names = files_of(folder, rank, dtype)
+            names = files_of(folder, rank, "bfloat16" if bf16 else "float32")
             wanted = sorted(f"{p.ds_id}_param.tensor.swp" for p in engine.module.parameters())
             assert names == wanted if offload["max_in_cpu"] == 0 else set(names) < set(wanted), names
-        engine.destroy()
-        del engine, param
-        gc.collect()  # files go with the parameters, which a circle of Python objects may hold
-    assert all(same(results[0], other) for other in results[1:])
+        return engine, None
+
+    equal_bits(trained, None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=500))
 
 
 def body_init_fails(rank, world, folder):
@@ -127,26 +113,18 @@ def wide_net():
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks(init=True)
 def test_fp16_is_equal_to_the_bit(rank, world, folder):
-    results = []
-    for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=200)):
+    def trained(offload):
         fp16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
         with with_fp16():
             engine = make(world, offload, model=wide_net(), fp16=fp16, gradient_clipping=0.1)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + rank)
             take_step(engine, engine(torch.randn(4, 12, generator=generator)).square().mean() * 4)
-        skipped = engine.skipped_steps
-        assert 0 < skipped < 6, "the first loss scale is too large, and comes down"
-        param = next(engine.module.parameters())
-        results.append(
-            [*values(engine), safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg"),
-             torch.tensor([skipped, engine.optimizer.cur_scale])]
-        )  # fmt: skip
-        engine.destroy()
-        del engine, param
-        gc.collect()
-    assert results[0][0].dtype == torch.float16
-    assert all(same(results[0], other) for other in results[1:])
+        assert 0 < engine.skipped_steps < 6, "the first loss scale is too large, and comes down"
+        assert dtype_of(engine) == torch.float16
+        return engine, (engine.skipped_steps, engine.optimizer.cur_scale)
+
+    equal_bits(trained, None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=200))
 
 
 # ---- zero.Init, and what is asked of parameters -------------------------------------------------------------------
@@ -174,7 +152,7 @@ def test_parameters_go_where_they_rest_as_they_are_made(rank, world, remote, fol
         first.ds_tensor.data = stored
     before = [p.ds_handle.shard.clone() for p in model.parameters()]
     engine = make(world, section["offload_param"], model=model)
-    assert same(before, [p.ds_handle.shard for p in model.parameters()])
+    assert identical(before, [p.ds_handle.shard for p in model.parameters()])
     if remote == "nvme":
         assert files_of(folder, rank) == sorted(f"{p.ds_id}_param.tensor.swp" for p in model.parameters())
     train_engine(engine, 2, rank, world)
@@ -213,14 +191,14 @@ def test_checkpoints_are_those_of_a_run_without(rank, world, folder):
         engine = after_steps(make(world, offload, bf16={"enabled": True}), 2, rank, world)
         engine.save_checkpoint(f"{folder}/saved{number}", tag="t")
         saved.append(last_of(after_steps(engine, 2, rank, world, start=2)))
-    assert same(*saved)
+    assert identical(*saved)
     names = [sorted(p.name for p in pathlib.Path(f"{folder}/saved{n}/t").iterdir()) for n in (0, 1)]
     assert names[0] == names[1]
     whole = [get_fp32_state_dict_from_zero_checkpoint(f"{folder}/saved{n}", tag="t") for n in (0, 1)]
-    assert whole[0].keys() == whole[1].keys() and same(whole[0].values(), whole[1].values())
+    assert identical(*whole)
     for number, offload in enumerate((nvme(folder), {"device": "cpu"})):  # each from the other's
         engine = load_into(make(world, offload, bf16={"enabled": True}), f"{folder}/saved{number}", tag="t")
-        assert same(saved[0], last_of(after_steps(engine, 2, rank, world, start=2))), number
+        assert identical(saved[0], last_of(after_steps(engine, 2, rank, world, start=2))), number
 
 
 # ---- files --------------------------------------------------------------------------------------------------------

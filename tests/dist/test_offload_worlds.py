@@ -10,8 +10,8 @@ import torch
 from engine_models import after_steps, net_engine, train_engine
 from harness import on_ranks, run_ranks
 from moe_models import batch, moe_net
-from runs import dtype_of, engine_of, load_into, moments, take_step
-from test_offload_optimizer import everything, files_below, same
+from runs import dtype_of, engine_of, everything, identical, load_into, moments, take_step
+from test_offload_optimizer import files_below
 
 pytestmark = pytest.mark.any_device
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -62,7 +62,7 @@ def experts_trained(rank, world, zero, more):
 def test_experts_are_offloaded_as_they_are(rank, world, stage, places, more, folder):
     plain = experts_trained(rank, world, zero_section(folder, stage, "none"), more)
     for where in places:
-        assert same(plain, experts_trained(rank, world, zero_section(folder, stage, where), more)), where
+        assert identical(plain, experts_trained(rank, world, zero_section(folder, stage, where), more)), where
 
 
 # ---- worlds, types ------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def trained(rank, world, zero, steps=3, start=0, load=None, save=None, **more):
 def assert_no_bit_changes(rank, world, folder, cases, more):
     for stage, where in cases:
         plain, there = (trained(rank, world, zero_section(folder, stage, one), **more) for one in ("none", where))
-        assert same(plain, there), (stage, where)
+        assert identical(plain, there), (stage, where)
 
 
 @pytest.mark.parametrize("world, cases", [(3, [(1, "cpu"), (3, "nvme+cpu")]), (4, [(2, "nvme"), (3, "ahead+nvme")])])
@@ -110,7 +110,7 @@ def body_resume(rank, world, folder, cases):
     for stage, where in cases:
         plain = trained(rank, world, zero_section(folder, stage, "none"), 1, 3, folder)
         there = trained(rank, world, zero_section(f"{folder}/drive", stage, where), 1, 3, folder)
-        assert same(plain, there), (stage, where)
+        assert identical(plain, there), (stage, where)
 
 
 def test_going_on_at_another_world(tmp_path):

@@ -10,6 +10,7 @@ import torch
 import deepspeed
 from harness import on_ranks
 from models import Parts, seeded
+from plain import Plain
 from refusals import refused
 from runs import engine_of, settings, sgd, train, value_of, weight_list, weights
 
@@ -39,10 +40,9 @@ def trained(engine, rank, steps=2):
 
 
 def plain_steps(model, optimizer, world, steps=2):
-    for step in range(steps):
-        optimizer.zero_grad()
-        sum(model(batch(rank, step)) / world for rank in range(world)).backward()
-        optimizer.step()
+    """``model`` after steps of one plain process; ``optimizer``: of its parameters, or a function that makes one."""
+    plain = Plain(model, optimizer if callable(optimizer) else lambda _: optimizer, dtype=None, copied=False)
+    plain.run(lambda model, step, rank: model(batch(rank, step)), range(steps), world)
     return model
 
 
@@ -90,14 +90,16 @@ def test_another_engine_of_a_model_ends_the_first(rank, world, stage):
     same = seeded(make_net)
     same.load_state_dict({name: value.clone() for name, value in weights(first).items()})
     second = trained(make_engine(stage, model), rank)
-    assert_like(second, plain_steps(same, sgd(same.parameters()), world))
+    assert_like(second, plain_steps(same, sgd, world))
     refused(RuntimeError, "another engine of this engine's model", first.step)
 
 
 @on_ranks(1)
 def test_engines_of_different_parts_of_a_model_live_together(rank, world):
     model = seeded(make_net)
-    engines = [make_engine(1, model, lambda _, part=part: sgd(part.parameters())) for part in (model.first, model.second)]
+    engines = [
+        make_engine(1, model, lambda _, part=part: sgd(part.parameters())) for part in (model.first, model.second)
+    ]
     for engine in engines:
         engine.backward(engine(batch()))
         engine.step()
@@ -173,7 +175,7 @@ def test_a_gradient_that_a_script_keeps(rank, world):
 @on_ranks(2)
 def test_a_parameter_without_elements(rank, world, persist):
     model = Parts(
-        lambda net, x: (net.wide(x).square().mean() + net.nothing(net.into(x)).square().mean()),
+        lambda net, x: net.wide(x).square().mean() + net.nothing(net.into(x)).square().mean(),
         wide=torch.nn.Linear(4, 4),
         into=torch.nn.Linear(4, 0),
         nothing=torch.nn.Linear(0, 4),
@@ -183,7 +185,7 @@ def test_a_parameter_without_elements(rank, world, persist):
     broadcast = weights(engine)
     same.load_state_dict(broadcast)
     trained(engine, rank)
-    assert_like(engine, plain_steps(same, sgd(same.parameters()), world))
+    assert_like(engine, plain_steps(same, sgd, world))
 
 
 # ---- stage 3 -------------------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ def test_writes_inside_a_gathering_without_modifier(rank, world, way, persist):
     same = copy.deepcopy(make_net())
     same.load_state_dict(weights(engine))
     trained(engine, rank)
-    assert_like(engine, plain_steps(same, sgd(same.parameters()), world))
+    assert_like(engine, plain_steps(same, sgd, world))
     with torch.no_grad(), deepspeed.zero.GatheredParameters(weight):
         WAYS[way](weight, torch.tensor(float(rank)))
     loss = engine(batch(rank))

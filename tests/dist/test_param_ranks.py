@@ -1,6 +1,8 @@
 """Parameters with ranks of their own (``ds_ranks``): each expert lives on every second rank. The measure is one process
 with all experts and the whole batch."""
 
+import functools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.zero.parameters.param_ranks import ParamRanks
 from harness import on_ranks
 from models import Parts
+from plain import Plain
 from runs import engine_of, take_step
 
 EXPERTS, WIDTH, STEPS, LR = 2, 6, 3, 0.05
@@ -39,17 +42,12 @@ def batch(step, rank):
 
 
 def measure(world):
-    """Parameters after training in one process, by name, and the norms of the gradients."""
-    model = layer_of(range(EXPERTS))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(world):
-            (model(batch(step, rank), str(rank % EXPERTS)).square().mean() / world).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}, norms
+    """One process after the same training."""
+    adamw = functools.partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
+    plain = Plain(layer_of(range(EXPERTS)), adamw, dtype=None, clip=0.1)
+    return plain.run(
+        lambda model, step, rank: model(batch(step, rank), str(rank % EXPERTS)).square().mean(), range(STEPS), world
+    )
 
 
 @pytest.mark.sample("values")
@@ -90,7 +88,7 @@ def test_experts_equal_one_process(rank, world, stage, folder):
     engine.load_checkpoint(folder)
     assert all(torch.equal(safe_get_full_fp32_param(param), found[name]) for name, param in mine.items())
     dist.barrier()
-    expected, expected_norms = measure(world)
-    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    expected = measure(world)
+    assert norms == pytest.approx(expected.norms, rel=1e-4)
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(value, expected.params[name].detach(), rtol=1e-4, atol=1e-5)

@@ -19,11 +19,9 @@ def loss_of(out, labels):
 
 
 def reference(copies, batches):
-    layers = [seeded(Whole, seed=models.SEED + number) for number in range(4)]
-    parameters = [one for layer in layers for one in layer.parameters()]
+    layers = nn.Sequential(*(seeded(Whole, seed=models.SEED + number) for number in range(4)))
     data = [[one for copy in range(copies) for one in batch(number, copy)] for number in range(batches)]
-    losses = models.plain_losses(nn.Sequential(*layers), data, loss_of, torch.optim.AdamW(parameters, lr=1e-2), 0.05)
-    return losses, [layer.state_dict() for layer in layers]
+    return models.plain_run(layers, data, loss_of, 0.05)
 
 
 def _trains(rank, world, copies, stage, partitioned):
@@ -43,8 +41,9 @@ def _trains(rank, world, copies, stage, partitioned):
     losses = [engine.train_batch(iter(batch(number, copy))).item() for number in range(2)]
     if partitioned:
         assert engine._links.slices.equal and all(engine._links.slices.equal.values())
-    wanted, states = reference(copies, 2)
-    assert losses == pytest.approx(wanted, rel=1e-5)
+    wanted = reference(copies, 2)
+    states = [layer.state_dict() for layer in wanted.model]
+    assert losses == pytest.approx(wanted.means, rel=1e-5)
     place = engine.grid.get_slice_parallel_rank()
     with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=stage == 3):
         for number, layer in zip(module.local_layers, module._modules_by_position):

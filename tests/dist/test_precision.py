@@ -1,22 +1,14 @@
 """16-bit training: fp32 masters and accumulation, loss scaling, skipped steps."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
 import deepspeed
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from engine_models import (
-    adam_like,
-    config,
-    difference,
-    loss_on,
-    make_net,
-    train_engine,
-    train_plain,
-    uses_extra,
-)
+from engine_models import config, difference, loss_on, make_net, plain_net, train_engine, uses_extra
 from harness import on_ranks, run_ranks
 from logs import logged
 from models import Parts, seeded
@@ -32,7 +24,7 @@ needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_bf16_follows_fp32(rank, world, accumulate):
-    expected, _, _ = train_plain(30, adam_like)
+    expected = plain_net(30).means
     model = make_net()
     engine, optimizer, _, _ = initialized(model, config(world, accumulate, bf16={"enabled": True}))
     losses, _ = train_engine(engine, 30, rank, world)
@@ -54,7 +46,7 @@ def test_bf16_follows_fp32(rank, world, accumulate):
 )
 @on_ranks(2)
 def test_bf16_gradients_on_request(rank, world, more):
-    expected, _, _ = train_plain(30, adam_like)
+    expected = plain_net(30).means
     losses, _ = train_engine(engine_of(make_net(), config(world, 2, bf16={"enabled": True}, **more)), 30, rank, world)
     assert losses[-1] == pytest.approx(expected[-1], rel=0.2)
 
@@ -64,11 +56,10 @@ def test_bf16_with_a_torch_optimizer(rank, world):
     def schedule(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, 5)
 
-    expected, _, _ = train_plain(
-        12, lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9), schedule=schedule
-    )
+    sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    expected = plain_net(12, sgd, schedule=schedule).means
     model = make_net()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
     groups = optimizer.param_groups
     made = config(world, 1, bf16={"enabled": True})
     engine, wrapped, _, _ = initialized(model, made, optimizer, lr_scheduler=schedule(optimizer))
@@ -197,11 +188,11 @@ def test_an_overflow_names_rank_parameter_and_kind(precision):
 @needs_fp16
 @on_ranks(1)
 def test_fp16_clips_unscaled_gradients(rank, world):
-    expected, norms, _ = train_plain(20, adam_like)
+    expected = plain_net(20)
     engine = engine_of(make_net(), config(world, 1, fp16={"enabled": True, "initial_scale_power": 10}))
     losses, got = train_engine(engine, 20, rank, world)
-    assert got == pytest.approx(norms, rel=0.05)
-    assert losses == pytest.approx(expected, rel=0.02)
+    assert got == pytest.approx(expected.norms, rel=0.05)
+    assert losses == pytest.approx(expected.means, rel=0.02)
 
 
 @needs_fp16

@@ -2,6 +2,7 @@
 evaluation before the save, client states that come back, and other sizes of batches."""
 
 import copy
+import glob
 import itertools
 import json
 import os
@@ -12,6 +13,10 @@ import numpy
 import pytest
 import torch
 
+from cases import Case, over
+from claims import goes_on
+from deepspeed.checkpoint.layouts.names import latest_tag
+from deepspeed.checkpoint.write import verify
 from deepspeed.data.loader import ResumableDataLoader
 from deepspeed.log import logger
 from deepspeed.pipe import PipelineModule
@@ -19,6 +24,7 @@ from harness import on_ranks
 from models import Parts
 from runs import engine_of, identical, settings, weights
 from sampling import every_case
+from test_checkpoint import PRECISIONS
 
 RUNS = 1000 if every_case() else 16
 ROWS = 14
@@ -130,6 +136,35 @@ def test_behind_the_last_batch_any_size_begins_the_next_epoch(rows, ranks, at, l
         other = loader(size, world)
         other.load_state_dict(one.state_dict())
         assert list(other) == [] and other.epoch == 1 and len(list(other)) == len(other)
+
+
+# ---- programs in cases -----------------------------------------------------------------------------------------------
+@pytest.mark.any_device
+@over("stage", dtype=sorted(PRECISIONS), client=[False, True], world=[1, 2], form=["torch", "safetensors"], at_least=10)
+@on_ranks()
+def test_resumes_bit_by_bit(rank, world, stage, dtype, client, form, folder):
+    """``client``: the optimizer is torch's SGD."""
+    fp16 = PRECISIONS["fp16"] if dtype == "fp16" else {}
+    case = Case(stage, world, dtype, 2, more={"checkpoint": {"writer": {"format": form}}, **fp16})
+    name = "drawn net, SGD of torch" if client else "drawn net"
+    path, state = goes_on(rank, name, case, case, folder, tag=0.25)
+    assert latest_tag(folder) == "0.25" and state["ds_config"]["train_batch_size"] == 4 * world
+    if form == "torch":
+        assert path.endswith("mp_rank_00_model_states.pt")
+    else:
+        assert path == os.path.join(folder, "0.25", "checkpoint.json") and verify.verify_folder(f"{folder}/0.25") == []
+        assert not glob.glob(f"{folder}/**/*.pt", recursive=True) and not os.path.exists(f"{folder}/zero_to_fp32.py")
+
+
+STATES = ["Adagrad of the config", "FusedSGD", "Lion of the config", "Lamb", "Muon"]
+
+
+@pytest.mark.any_device
+@over("stage", dtype=["fp32", "bf16"], name=STATES, at_least=7)
+@on_ranks(2)
+def test_states_of_optimizers_are_kept(rank, world, stage, dtype, name, folder):
+    case = Case(stage, world, dtype)
+    goes_on(rank, name, case, case, folder, 3, 3)
 
 
 class NoisyLayer(torch.nn.Linear):

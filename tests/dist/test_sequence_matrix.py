@@ -11,7 +11,7 @@ from deepspeed.utils import groups, safe_get_full_grad
 from harness import run_ranks
 from runs import weight_list
 from sampling import every_case, sample
-from sequence_models import mean_loss, of_cases, sgd_engine, vocab_loss, worst
+from sequence_models import mean_loss, of_cases, plain_sgd, sgd_engine, vocab_loss, worst
 
 RATE, STEPS, LENGTH, VOCAB, SIZE = 0.2, 10, 48, 13, 4
 HEADS = [(8, 8), (8, 2), (6, 3), (5, 1), (2, 2)]
@@ -78,19 +78,12 @@ def attend_alone(kind):
 
 
 def reference(heads, kind, loss_kind, accumulate, replicas):
+    def loss_at(model, step, part):
+        *inputs, labels = batch_of(kind, step * accumulate + part // replicas, part % replicas)
+        return mean_loss(model(*inputs), labels)
+
     model = Model(*heads, kind, attend_alone(kind))
-    optimizer, losses, grads = torch.optim.SGD(model.parameters(), lr=RATE), [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(accumulate):
-            for replica in range(replicas):
-                *inputs, labels = batch_of(kind, step * accumulate + micro, replica)
-                loss = mean_loss(model(*inputs), labels)
-                (loss / replicas / accumulate).backward()
-                losses.append(loss.item())
-        grads = grads or [param.grad.clone() for param in model.parameters()]
-        optimizer.step()
-    return losses, grads, list(model.parameters())
+    return plain_sgd(model, RATE, loss_at, STEPS, accumulate * replicas)
 
 
 def loss_of(kind, logits, labels, group, size):
@@ -133,8 +126,12 @@ def train_case(rank, world, *case):
             grads = [safe_get_full_grad(param).float() for param in engine.module.parameters()]
         engine.step()
         found.append(loss.item())
-    losses, wanted, params = reference(heads, kind, loss_kind, accumulate, replicas)
-    gaps = [gap_of(zip(weight_list(engine), params)), gap_of(zip(grads, wanted))]
+    plain = reference(heads, kind, loss_kind, accumulate, replicas)
+    losses = sum(plain.losses, [])
+    gaps = [
+        gap_of(zip(weight_list(engine), plain.params.values())),
+        gap_of((a, plain.grads[0][b]) for a, b in zip(grads, plain.params)),
+    ]
     engine.destroy()
     groups.clear()
     return max(gaps + [abs(a - b) / max(abs(b), 1.0) for a, b in zip(found, losses[replica::replicas])])

@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from harness import on_ranks
 from refusals import refused
 from runs import take_step, weight_list
-from sequence_models import sgd_engine
+from sequence_models import plain_sgd, sgd_engine
 
 LENGTH, RATE, STEPS = 32, 0.3, 3
 
@@ -35,16 +35,11 @@ def model_of(heads):
 
 
 def reference(heads):
-    model = model_of(heads)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
-    for step in range(STEPS):
+    def loss_at(model, step, part):
         tokens, labels = batch_of(step)
-        optimizer.zero_grad()
-        loss = model(tokens, shift_labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, list(model.parameters())
+        return model(tokens, shift_labels=labels).loss
+
+    return plain_sgd(model_of(heads), RATE, loss_at, STEPS)
 
 
 def train_case(rank, world, heads, hosts, recompute, how):
@@ -61,14 +56,14 @@ def train_case(rank, world, heads, hosts, recompute, how):
             moved = max([moved, *(store.waiting for store in made_here().stores.values())])
             loss = weighted_loss(loss, labels, engine.seq_parallel_group) if world > 1 else loss
             found.append(take_step(engine, loss))
-    losses, params = reference(heads)
-    gaps = [float((a - b).abs().max()) for a, b in zip(weight_list(engine), params)]
+    plain = reference(heads)
+    gaps = [float((a - b).abs().max()) for a, b in zip(weight_list(engine), plain.params.values())]
     entry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
     rings = [made._ring for _, made, _ in getattr(entry, "shared", [])]
     made_here().stores.clear()  # their threads end
     tallest = max(layer.mlp.most for layer in model.model.layers)
     engine.destroy()
-    return max([*gaps, *(abs(a - b) for a, b in zip(found, losses))]), bool(rings and rings[0]), tallest, moved
+    return max([*gaps, *(abs(a - b) for a, b in zip(found, plain.means))]), bool(rings and rings[0]), tallest, moved
 
 
 WORLDS = {

@@ -19,7 +19,7 @@ from harness import on_ranks, run_ranks
 from refusals import refused
 from runs import engine_of, settings, take_step, weight_list
 from sampling import every_case, sample
-from sequence_models import attend, batch_of, mean_loss, of_cases, tiny, vocab_loss, worst
+from sequence_models import attend, batch_of, mean_loss, of_cases, plain_sgd, tiny, vocab_loss, worst
 
 RATE = 0.5
 
@@ -110,22 +110,15 @@ def whole_loss(kind, logits, labels, group):
 
 
 def reference(model, steps, accumulate, replicas):
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro in range(accumulate):
-            batches = [batch_of(step * accumulate + micro, replica) for replica in range(replicas)]
-            each = [mean_loss(model(tokens, places), labels) for tokens, places, labels in batches]
-            (sum(each) / replicas / accumulate).backward()
-            losses.append([loss.item() for loss in each])
-        optimizer.step()
-    return losses
+    def loss_at(model, step, part):
+        tokens, places, labels = batch_of(step * accumulate + part // replicas, part % replicas)
+        return mean_loss(model(tokens, places), labels)
+
+    return plain_sgd(model, RATE, loss_at, steps, accumulate * replicas)
 
 
 def train_case(rank, world, stage, size, kind, accumulate, plain, more):
     heads = (5, 1) if size == 4 else (4, 2)
-    plain_model = tiny(*heads)
     engine = start(shared_model(*heads), config_of(stage, accumulate, sequence_parallel_size=size, **more))
     group, place, replica = engine.seq_parallel_group, rank % size, rank // size
     steps, found = 3, []
@@ -134,9 +127,10 @@ def train_case(rank, world, stage, size, kind, accumulate, plain, more):
             whole = batch_of(step * accumulate + micro, replica)
             tokens, places, labels = (x.chunk(size, 1)[place] for x in whole)
             found.append(take_step(engine, whole_loss(kind, engine(tokens, places), labels, group), plain))
-    expected = reference(plain_model, steps, accumulate, world // size)
-    gap = worst(zip(weight_list(engine), plain_model.parameters()))
-    losses = max(abs(one - row[replica]) for one, row in zip(found, expected))
+    replicas = world // size
+    expected = reference(tiny(*heads), steps, accumulate, replicas)
+    gap = worst(zip(weight_list(engine), expected.params.values()))
+    losses = max(abs(one - loss) for one, loss in zip(found, sum(expected.losses, [])[replica::replicas]))
     engine.destroy()
     groups.clear()
     return max(gap, losses)

@@ -1,11 +1,14 @@
 """``sparse_gradients``: of embeddings only touched rows travel, and training equals one dense plain process."""
 
+import functools
+
 import pytest
 import torch
 
 import deepspeed
 from harness import on_ranks
 from models import Parts, seeded
+from plain import Plain
 from refusals import refused
 from runs import engine_of, take_step, together
 
@@ -41,12 +44,12 @@ def tokens_of(step, part):
 
 
 class Lazy(torch.optim.Optimizer):
-    """SparseAdam for embeddings, which takes sparse gradients only, and Adam for the rest."""
+    """SparseAdam for embeddings, which takes sparse gradients only, and Adam for the rest, which is last."""
 
-    def __init__(self, model):
-        rare = [p for n, p in model.named_parameters() if not n.startswith("out")]
-        super().__init__([{"params": list(model.out.parameters())}, {"params": rare}], {"lr": 1e-2})
-        self.parts = [torch.optim.Adam(self.param_groups[0]["params"], lr=1e-2), torch.optim.SparseAdam(rare, lr=1e-2)]
+    def __init__(self, params):
+        *rare, weight, bias = params
+        super().__init__([{"params": [weight, bias]}, {"params": rare}], {"lr": 1e-2})
+        self.parts = [torch.optim.Adam([weight, bias], lr=1e-2), torch.optim.SparseAdam(rare, lr=1e-2)]
 
     def step(self, closure=None):
         for part in self.parts:
@@ -54,21 +57,12 @@ class Lazy(torch.optim.Optimizer):
 
 
 def plain_process(name, parts):
-    model = seeded(bags, name == "SparseAdam")
-    optimizer = OPTIMIZERS[name](model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (sum(model(tokens_of(step, part)) for part in range(parts)) / parts).backward()
-        if CLIP[name]:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP[name])
-        optimizer.step()
-    return model
+    sparse = name == "SparseAdam"
+    plain = Plain(seeded(bags, sparse), OPTIMIZERS[name], dtype=None, clip=CLIP[name], sparse=sparse)
+    return plain.run(lambda model, step, part: model(tokens_of(step, part)), range(STEPS), parts)
 
 
-OPTIMIZERS = {
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
-    "SparseAdam": Lazy,
-}
+OPTIMIZERS = {"AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), "SparseAdam": Lazy}
 CLIP = {"AdamW": 0.5, "SparseAdam": 0}  # torch does not clip sparse gradients
 
 
@@ -98,7 +92,7 @@ def test_equals_one_dense_process(rank, world, accumulate, sparse, optimizer, mo
     if optimizer == "AdamW":
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     else:
-        args["optimizer"] = OPTIMIZERS[optimizer](model)
+        args["optimizer"] = OPTIMIZERS[optimizer](model.parameters())
     engine = deepspeed.initialize(model=model, config=config, **args)[0]
     names = {"words.weight", "again.weight", "padded.weight", "bag.weight", "idle.weight"}
     assert engine.sparse_tensor_module_names == names and engine.sparse_gradients_enabled()
@@ -106,7 +100,7 @@ def test_equals_one_dense_process(rank, world, accumulate, sparse, optimizer, mo
         for micro in range(accumulate):
             take_step(engine, engine(tokens_of(step, world * micro + rank)))
     reference = plain_process(optimizer, world * accumulate)
-    pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
+    pairs = zip(engine.module.parameters(), reference.params.values(), strict=True)
     worst = together(max(float((mine.detach().float() - wanted).abs().max()) for mine, wanted in pairs))
     assert max(worst) < bound and len(set(worst)) == 1
 
@@ -140,7 +134,7 @@ def test_sums_in_place_of_means(rank, world):
     """As DeepSpeed's own test of sparse gradients has it: sums are means times the number of ranks."""
     model = seeded(bags, True)
     config = {"train_micro_batch_size_per_gpu": 1, "sparse_gradients": True}
-    engine = deepspeed.initialize(model=model, optimizer=Lazy(model), config=config)[0]
+    engine = deepspeed.initialize(model=model, optimizer=Lazy(model.parameters()), config=config)[0]
     found = []
     for average in (True, False):
         engine.gradient_average = average

@@ -1,6 +1,7 @@
 """States of ``torch.optim.AdamW`` and the like rest in files: ``offload_optimizer.device`` nvme."""
 
 import copy
+import functools
 import os
 import pickle
 from unittest import mock
@@ -13,9 +14,10 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from deepspeed.zero.states.states_in_files import StatesOfMaster, split_states
 from engine_models import after_steps, loss_on, make_net, train_engine
 from harness import on_ranks
-from runs import by_rank_0, last_of, load_into, take_step
+from plain import Plain
+from runs import by_rank_0, equal_bits, everything, identical, last_of, load_into, take_step
 from test_checkpoint_universal import to_universal
-from test_offload_optimizer import everything, files_below, make_engine, on, same
+from test_offload_optimizer import files_below, make_engine, on
 
 
 class CountsItsSteps(torch.optim.SGD):
@@ -56,9 +58,8 @@ def in_files(engine):
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_every_bit_is_that_of_states_in_memory(rank, world, stage, maker, dtype, folder):
-    results, more = [], {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    for offload in (None, on(folder, "nvme")):
-        engine = engine_of(world, stage, offload, maker, gradient_clipping=0.5, **more)
+    def trained(offload):
+        engine = engine_of(world, stage, offload, maker, gradient_clipping=0.5, bf16={"enabled": dtype == "bf16"})
         losses, _ = train_engine(engine, 4, rank, world)
         if offload is not None:
             assert len(in_files(engine)) == len(engine.basic_optimizer.state)
@@ -66,9 +67,9 @@ def test_every_bit_is_that_of_states_in_memory(rank, world, stage, maker, dtype,
             below = os.path.join(folder, f"zero_stage_{stage}", "optimizer", f"rank{rank}")
             assert files_below(below), "states rest in files"
         calls = [group.get("calls") for group in engine.basic_optimizer.param_groups]
-        counts = torch.tensor([call or 0 for call in calls])
-        results.append([*last_of(engine, everything), torch.tensor(losses), counts])
-    assert same(*results)
+        return engine, (losses, calls)
+
+    equal_bits(trained, None, on(folder, "nvme"))
     deepspeed.comm.barrier()
     assert not files_below(folder), "removed with the engine"
 
@@ -78,17 +79,14 @@ def test_every_bit_is_that_of_states_in_memory(rank, world, stage, maker, dtype,
 def test_equals_plain_pytorch(rank, world, folder):
     """Against PyTorch without an engine."""
     model = make_net()
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=3e-3)
-    mine = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    adamw = functools.partial(torch.optim.AdamW, lr=3e-3)
+    plain = Plain(model, adamw, dtype=None).run(lambda model, step, part: loss_on(model, step), range(3))
+    mine = adamw([p for p in model.parameters() if p.requires_grad])
     more = {"zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
     engine = make_engine(world, 2, on(folder, "nvme"), model=model, optimizer=mine, **more)
     for step in range(3):
         take_step(engine, loss_on(engine, step))
-        optimizer.zero_grad()
-        loss_on(plain, step).backward()
-        optimizer.step()
-    for a, b in zip(engine.module.parameters(), plain.parameters()):
+    for a, b in zip(engine.module.parameters(), plain.params.values()):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-7)
 
 
@@ -105,7 +103,7 @@ def test_checkpoints(rank, world, stage, next_stage, folder):
         second = load_into(engine_of(world, next_stage, offload, **more), folder, tag="t")
         assert bool(in_files(second)) == (offload is not None)
         found.append(last_of(after_steps(second, 1, rank, world, start=3), everything))
-    assert same(*found)
+    assert identical(*found)
     if stage == next_stage:
         # Parameters that nobody has used have no state there, and zeros in the checkpoint.
         assert all(b is None or torch.equal(a, b) for a, b in zip(found[0], everything(plain), strict=True))
@@ -120,7 +118,7 @@ def test_universal_checkpoints(rank, world, folder):
     by_rank_0(rank, to_universal, folder)
     more["checkpoint"] = {"load_universal": True}
     engines = (load_into(engine_of(world, 3, offload, **more), folder) for offload in (None, in_drive))
-    assert same(*(last_of(after_steps(engine, 1, rank, world, start=2), everything) for engine in engines))
+    assert identical(*(last_of(after_steps(engine, 1, rank, world, start=2), everything) for engine in engines))
 
 
 def fail():

@@ -21,6 +21,7 @@ from deepspeed.utils import (
 )
 from engine_models import adam_like, config, loss_on, make_net, train_engine
 from harness import on_ranks
+from plain import Plain
 from refusals import refused
 from runs import DTYPES, engine_of, together, value_of
 
@@ -46,7 +47,7 @@ def start(world, stage, precision, optimizer, accumulate=1):
         made["zero_optimization"]["stage3_param_persistence_threshold"] = 20
     made.update({"fp16": {"enabled": True, "loss_scale": SCALE}} if precision == "fp16" else DTYPES[precision])
     model = make_net()
-    return engine_of(model, made, adam_like(model) if optimizer == "torch" else None)
+    return engine_of(model, made, adam_like(model.parameters()) if optimizer == "torch" else None)
 
 
 def one_backward(engine, rank, world, step=0):
@@ -59,22 +60,13 @@ def trained(engine):
 
 
 def plain(precision, world=2, step=0):
-    """One process: the parameters with, as ``.grad``, the fp32 means of what each rank's part of the batch gives."""
-    model = make_net()
+    """One process: the masters with, as ``.grad``, the fp32 means of what each rank's part of the batch gives."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    scale = SCALE if precision == "fp16" else 1.0
-    model.to(dtype)
-    sums = {}
-    for rank in range(world):
-        model.zero_grad(set_to_none=True)
-        (loss_on(model, step, rank=rank, world=world) * scale).backward()
-        for name, p in model.named_parameters():
-            if p.grad is not None:
-                sums[name] = sums.get(name, 0) + p.grad.float() / scale
-    model.float()
-    for name, p in model.named_parameters():
-        p.grad = sums[name] / world if name in sums else None
-    return model
+    plain = Plain(make_net(), adam_like, dtype, scale=SCALE if precision == "fp16" else 1.0)
+    plain.add(*(loss_on(plain.model, step, rank=rank, world=world) for rank in range(world)))
+    for name, grad in plain.sums().items():
+        plain.masters[name].grad = grad / world
+    return plain.masters
 
 
 def close(a, b, precision):
@@ -88,7 +80,7 @@ def close(a, b, precision):
 @on_ranks(2)
 def test_whole_tensors_are_those_of_one_process(rank, world, stage, precision, optimizer):
     engine = start(world, stage, precision, optimizer)
-    params, reference = trained(engine), dict(plain(precision).named_parameters())
+    params, reference = trained(engine), plain(precision)
     for name, p in params.items():
         full = safe_get_full_fp32_param(p)
         assert full.dtype == torch.float32 and full.shape == reference[name].shape, name
@@ -164,7 +156,7 @@ def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, o
             assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg_sq"), second), name
         assert torch.equal(value_of(p), weight.to(p.dtype)), name
     engine.step()
-    used = {name for name, g in ((n, w.grad) for n, w in plain("fp32").named_parameters()) if g is not None}
+    used = {name for name, param in plain("fp32").items() if param.grad is not None}
     for name, p in params.items():
         weight, grad, first, second = (t.double() for t in wanted[name])
         # a parameter without a step so far begins at step 1; "sometimes" is used by step 0 only
@@ -296,7 +288,7 @@ def test_gradients_are_whole_after_the_last_micro_step(rank, world, stage):
         found.append(safe_get_full_grad(engine.module.out.weight))
         engine.step()
     early, whole = found
-    assert close(whole, plain("fp32", world=4).out.weight.grad, "fp32")
+    assert close(whole, plain("fp32", world=4)["out.weight"].grad, "fp32")
     assert (early is None) == (stage == 1)
     if stage != 1:
         assert torch.equal(*together(early)) == (stage >= 2)

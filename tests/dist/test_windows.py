@@ -1,7 +1,7 @@
 """Accumulation windows, sizes and counters against plain PyTorch: random runs in which sizes change, evaluation comes
 in between, forwards raise and are made again, and the script decides where a step ends."""
 
-import copy
+import functools
 import random
 import time
 
@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from harness import on_ranks
 from logs import logged
 from models import Parts
+from plain import Plain
 from refusals import refused
 from runs import engine_of, raised, settings, weights
 from sampling import every_case
@@ -51,8 +52,7 @@ class Run:
         self.micro, self.gas = draws.choice([1, 2, 3]), draws.choice([1, 2, 3])
         torch.manual_seed(seed)
         model = net()
-        self.plain = copy.deepcopy(model)
-        self.sgd = torch.optim.SGD(self.plain.parameters(), lr=0.05)
+        self.plain = Plain(model, functools.partial(torch.optim.SGD, lr=0.05), dtype=None)
         more = {"gradient_clipping": 0.0, "max_train_tokens": 10**9, "managed_gradient_accumulation": self.managed}
         made = settings(self.stage, self.micro, self.gas, optimizer="SGD", rate=0.05, **more)
         self.engine = engine_of(model, made)
@@ -80,19 +80,17 @@ class Run:
             engine.set_gradient_accumulation_boundary(ends)
         loss = engine(input_ids=ids)
         loss.backward() if self.own else engine.backward(loss)
-        (self.plain(input_ids=ids) / self.gas).backward()
+        self.plain.add(self.plain.model(input_ids=ids), share=1 / self.gas)
         self.tokens += ids.numel()
         self.done += 1
         if self.managed or ends:
             engine.step()
         if not ends:
             return
-        for param in self.plain.parameters():
-            if self.world > 1:
-                dist.all_reduce(param.grad)
-                param.grad /= self.world
-        self.sgd.step()
-        self.sgd.zero_grad()
+        grads = self.plain.sums()
+        for grad in grads.values() if self.world > 1 else ():
+            dist.all_reduce(grad.div_(self.world))
+        self.plain.update(grads)
         self.steps, self.samples = self.steps + 1, self.samples + self.done * self.micro * self.world
         self.done = 0
 
@@ -103,7 +101,7 @@ class Run:
             dist.all_reduce(tokens)
         found = engine.global_steps, engine.global_samples, engine.consumed_tokens
         assert found == (self.steps, self.samples, tokens.item())
-        for (name, value), param in zip(weights(engine).items(), self.plain.parameters()):
+        for (name, value), param in zip(weights(engine).items(), self.plain.params.values()):
             told = lambda text, name=name: f"{name}: {text}"
             torch.testing.assert_close(value, param, rtol=1e-5, atol=1e-6, msg=told)
 
@@ -193,24 +191,22 @@ def test_each_sample_comes_once_in_an_epoch_whose_batches_change(rank, world):
 def test_a_pipeline_whose_sizes_change(rank, world):
     rows = [(torch.full((4,), float(row)), torch.zeros(1)) for row in range(24)]
     layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
-    plain = torch.nn.Sequential(*copy.deepcopy(layers))
+    plain = Plain(torch.nn.Sequential(*layers), functools.partial(torch.optim.SGD, lr=0.001), dtype=None)
     module = PipelineModule(layers, num_stages=1, loss_fn=lambda out, y: (out - y).square().mean())
     made = settings(0, 2, 2, optimizer="SGD", rate=0.001, gradient_clipping=0.0)
     engine = engine_of(module, made, training_data=rows)
     order = list(engine.training_dataloader.data_sampler)
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.001)
     sizes = [(2, 2, lambda: None), (2, 3, lambda: engine.set_train_batch_size(6))]
     sizes += [(3, 3, lambda: engine.set_train_micro_batch_size(3))]
     for micro, accumulate, change in sizes:
         change()
         engine.train_batch()
-        sgd.zero_grad()
         for _ in range(accumulate):
             ids, order = order[:micro], order[micro:]
-            (plain(torch.stack([rows[row][0] for row in ids])).square().mean() / accumulate).backward()
-        sgd.step()
+            plain.add(plain.model(torch.stack([rows[row][0] for row in ids])).square().mean(), share=1 / accumulate)
+        plain.update()
         assert engine.global_samples == 24 - len(order)
-        for value, param in zip(weights(engine).values(), plain.parameters()):
+        for value, param in zip(weights(engine).values(), plain.params.values()):
             torch.testing.assert_close(value, param.detach())
 
 

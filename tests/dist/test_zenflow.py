@@ -18,7 +18,7 @@ from models import seeded
 from refusals import refused
 from runs import initialized, load_into, settings, take_step
 from runs import weight_list as weights
-from zero_models import BETAS, DECAY, LR, clip
+from zero_models import BETAS, CLIP, DECAY, LR
 from zero_training import ROWS, Deep, loss_of, loss_on, start
 
 LONGEST, EPS = 16, 1e-8
@@ -66,7 +66,7 @@ class Schedule:
     @torch.no_grad()
     def step(self):
         """On the gradients in ``.grad``."""
-        clip(self.params)
+        torch.nn.utils.clip_grad_norm_(self.params, CLIP)
         if self.made < self.flow.get("full_warm_up_rounds", 0):
             for i, p in enumerate(self.params):
                 self.steps[i] += 1

@@ -3,16 +3,7 @@
 import pytest
 
 from deepspeed.zero.audit import AuditError
-from engine_models import (
-    adam_like,
-    after_steps,
-    difference,
-    loss_on,
-    net_engine,
-    train_engine,
-    train_plain,
-    uses_extra,
-)
+from engine_models import after_steps, difference, loss_on, net_engine, plain_net, train_engine, uses_extra
 from harness import on_ranks, run_ranks
 from refusals import refused
 from runs import sgd
@@ -75,4 +66,4 @@ def test_the_environment_turns_it_on(rank, world):
     engine = make_engine(world, 2, steps=0)
     assert engine._auditing.audit is not None
     losses, _ = train_engine(engine, 3, rank, world)
-    assert (engine._auditing.audit is None) and difference(engine.module, train_plain(3, adam_like)[2]) < 1e-6
+    assert (engine._auditing.audit is None) and difference(engine.module, plain_net(3).model) < 1e-6

@@ -33,7 +33,7 @@ def test_many_runs_have_one_result(rank, world, stage):
         engine = start(model, stage, world, 2, zero={"overlap_comm": True, "reduce_bucket_size": 30})
         for step in range(3):
             for micro in range(2):
-                for loss in outputs_of(engine, step, 2 * rank + micro, torch.float32):
+                for loss in outputs_of(engine, step, 2 * rank + micro):
                     engine.backward(loss)
                 engine.step()
         digest = hashlib.sha256(str(engine.get_global_grad_norm()).encode())
@@ -90,7 +90,7 @@ def test_one_rank_alone(rank, world, how):
         if how == "eval after" and rank == step % world:
             evaluate(engine, 2)
         engine.step()
-        reference.follow(step, world)
+        reference.run(loss_on, [step], world)
     below(gap(engine, reference))
 
 
@@ -147,7 +147,7 @@ def test_training_goes_on_after_a_backward_that_raised(rank, world, stage, accum
             backward(step, micro)
             engine.step()
         Trap.armed = False
-        reference.follow(step, world * accumulate)
+        reference.run(loss_on, [step], world * accumulate)
     below(gap(engine, reference))
 
 
@@ -219,7 +219,7 @@ def test_ways_to_call_backward(rank, world, stage, how):
         losses = (loss_on(engine, step, part) for part in mine)
         BACKWARDS[how](engine, losses, parts)
         engine.step()
-        reference.follow(step, world * parts)
+        reference.run(loss_on, [step], world * parts)
     below(gap(engine, reference))
 
 
@@ -240,7 +240,7 @@ def test_autograd_grad_inside_forward(rank, world, stage):
     engine, reference = beside(seeded(Forces), stage, world)
     for step in range(5):
         take_step(engine, loss_on(engine, step, rank), step % 2)
-        reference.follow(step, world)
+        reference.run(loss_on, [step], world)
     below(gap(engine, reference))
 
 
@@ -258,7 +258,7 @@ def test_gradient_penalty_outside_forward(rank, world, stage):
 
     for step in range(5):
         take_step(engine, penalized(engine, step, rank))
-        reference.step([penalized(reference.model, step, part) for part in range(world)])
+        reference.run(penalized, [step], world)
     if stage == 3:
         assert engine.core.gatherer.live_numel == 0
     below(gap(engine, reference))
@@ -339,7 +339,7 @@ def test_keyword_arguments_and_nested_outputs(rank, world, stage, kind, user_bac
     for step in range(4):
         for micro in range(accumulate):
             take_step(engine, both_losses(engine, step, rank * accumulate + micro), user_backward)
-        reference.step([both_losses(reference.model, step, part) for part in range(world * accumulate)])
+        reference.run(both_losses, [step], world * accumulate)
     below(gap(engine, reference))
 
 

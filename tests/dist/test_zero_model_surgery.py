@@ -1,5 +1,7 @@
 """Operations of model libraries on sharded parameters while they build a model: none of it needs absent values."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn.utils import parametrize
@@ -8,6 +10,7 @@ import deepspeed
 from engine_models import assert_like_sgd, six, square_losses
 from harness import on_ranks
 from models import NormAndDirection, Parts, seeded, two_layers
+from plain import Plain
 from refusals import refused
 from runs import engine_of, take_step, together
 
@@ -153,16 +156,11 @@ def test_an_engine_that_only_looks_beside_one_that_trains(rank, world, stage):
     losses.append(engine(six(rank, 0)).square().mean().item())
     engine.destroy()
     sharded = together(losses)
-    model = two_layers(6, 5, 1, seed=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parts = lambda step: [model(six(rank, step)).square().mean() for rank in range(2)]  # noqa: E731
+    plain = Plain(two_layers(6, 5, 1, seed=4), functools.partial(torch.optim.SGD, lr=0.1), dtype=None)
+    parts = lambda step: [plain.model(six(rank, step)).square().mean() for rank in range(2)]  # noqa: E731
     expected = [[part.item() for part in parts(0)]]
     for step in range(2):
-        losses = parts(step)
-        expected.append([loss.item() for loss in losses])
-        optimizer.zero_grad()
-        (sum(losses) / 2).backward()
-        optimizer.step()
+        expected.append(plain.step(*parts(step)))
         expected.append([part.item() for part in parts(step)])
     expected.append([part.item() for part in parts(0)])
     for rank in range(2):

@@ -13,16 +13,16 @@ from engine_models import (
     loss_on,
     make_net,
     net_engine,
+    plain_net,
     train_engine,
-    train_plain,
     uses_extra,
 )
 from harness import on_ranks
 from models import Parts, seeded
+from plain import Plain
 from refusals import refused
 from runs import engine_of, settings, together, value_of
 from runs import weights as whole
-from test_engine_parity import Plain
 
 
 def make_engine(world, model=None, **zero):
@@ -51,9 +51,8 @@ def test_load_state_dict_with_whole_tensors(rank, world, before_engine):
         engine.module.load_state_dict(wanted.state_dict())
     assert all(torch.equal(v, dict(wanted.named_parameters())[n]) for n, v in whole(engine.module).items())
     train_engine(engine, 3, rank, world)
-    plain = Plain(wanted)
-    for step in range(3):
-        plain.step(loss_on(plain.model, step, extra=uses_extra(step)))
+    plain = Plain(wanted, adam_like, clip=0.5)
+    plain.run(lambda model, step, part: loss_on(model, step, extra=uses_extra(step)), range(3))
     assert difference(whole_model(engine), plain.model) < 1e-6
 
 
@@ -82,7 +81,7 @@ def test_generation_gathers_once_and_training_goes_on(rank, world):
         assert engine.core.gatherer.fetches == fetches
         assert torch.equal(out, make_net()(tokens))
     losses, _ = train_engine(engine, 3, rank, world)
-    expected, _, _ = train_plain(3, adam_like)
+    expected = plain_net(3).means
     results = together(losses, expected)
     for step in range(3):
         assert sum(r[0][step] for r in results) / 2 == pytest.approx(results[0][1][step], rel=1e-6)
@@ -100,7 +99,7 @@ def test_several_backwards_are_reduced_once(rank, world, stage):
             engine.backward(loss / 2)
     sent = engine.core.traffic()["elements"]
     engine.step()
-    assert difference(whole_model(engine), train_plain(1, adam_like)[2]) < 1e-6
+    assert difference(whole_model(engine), plain_net(1).model) < 1e-6
     assert 0 < sent < (2.5 if stage == 0 else 1.5) * numel  # padding of small tensors included
 
 
@@ -155,13 +154,13 @@ def test_mics_equals_plain_training(rank, world, size, init):
     assert engine.module.first.weight.ds_world_size == size
     losses, norms = train_engine(engine, 5, rank, world)
     found = whole_model(engine)
-    expected, expected_norms, reference = train_plain(5, adam_like)
-    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    reference = plain_net(5)
+    assert norms == pytest.approx(reference.norms, rel=1e-5)
     with deepspeed.zero.GatheredParameters(engine.module.first.bias, modifier_rank=3):
         if rank == 3:
             engine.module.first.bias.data.fill_(7.0)
     assert bool((value_of(engine.module.first.bias) == 7).all())
-    assert difference(found, reference) < 1e-6
+    assert difference(found, reference.model) < 1e-6
 
 
 @on_ranks(4)
@@ -181,7 +180,7 @@ def test_ranks_without_shared_memory_agree_on_gathers(rank, world, zero):
     losses, norms = train_engine(engine, 5, rank, world)
     found = whole_model(engine)
     engine.core.gatherer.drain()
-    assert difference(found, train_plain(5, adam_like)[2]) < 1e-6
+    assert difference(found, plain_net(5).model) < 1e-6
 
 
 def branches_of(rank):

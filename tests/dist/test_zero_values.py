@@ -12,8 +12,8 @@ from harness import on_ranks
 from models import seeded
 from refusals import refused
 from runs import take_step, value_of
-from zero_models import clip, make, outputs_of, relative
-from zero_training import WIDTH, Deep, Reference, batch, below, beside, gap, loss_of, loss_on, start, train_beside
+from zero_models import make, outputs_of, relative
+from zero_training import WIDTH, Deep, batch, below, beside, gap, loss_of, loss_on, plain_of, start, train_beside
 
 
 # ---- several models and engines --------------------------------
@@ -23,7 +23,7 @@ from zero_training import WIDTH, Deep, Reference, batch, below, beside, gap, los
 @on_ranks(2, timeout=30)
 def test_two_engines(rank, world, stages, shared):
     models = [seeded(Deep), seeded(Deep, 2)]
-    references = first, second = [Reference(model) for model in models]
+    references = first, second = [plain_of(model) for model in models]
     engines = [start(model, stage, world) for model, stage in zip(models, stages)]
     for step in range(5):
         x, target = batch(step, rank)
@@ -37,15 +37,13 @@ def test_two_engines(rank, world, stages, shared):
         if shared:
             parts = [batch(step, part) for part in range(world)]
             losses = [loss_of(second.model(first.model(x.double()).repeat(1, 3)), target) for x, target in parts]
-            for reference in references:
-                reference.optimizer.zero_grad(set_to_none=True)
             (sum(losses) / world).backward()
             for reference in references:
-                reference.norm = float(clip(list(reference.model.parameters())))
-                reference.optimizer.step()
+                reference.collect()
+                reference.update()
         else:
             for reference in references:
-                reference.follow(step, world)
+                reference.run(loss_on, [step], world)
     below({name: gap(*pair) for name, pair in zip("ab", zip(engines, references))})
 
 
@@ -56,7 +54,7 @@ def test_a_copy_of_a_sharded_model_trains_by_itself(rank, world):
     train_beside(first, reference, rank, world, range(2))
     copied = copy.deepcopy(model)
     assert all(p.numel() == 0 and p.ds_numel > 0 for p in copied.parameters())
-    other = Reference(reference.model)
+    other = plain_of(reference.model)
     second = start(copied, 3, world)
     train_beside(second, other, rank, world, range(2, 4))
     train_beside(first, reference, rank, world, range(4, 6))
@@ -109,7 +107,7 @@ def test_released_parameters_refuse_by_name(rank, world):
 @on_ranks(2, timeout=30)
 def test_edits_inside_gathered_parameters_train_on(rank, world, dtype):
     model = seeded(Deep)
-    reference = Reference(model)
+    reference = plain_of(model)
     more = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
     engine = start(model, 3, world, **more)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -118,7 +116,7 @@ def test_edits_inside_gathered_parameters_train_on(rank, world, dtype):
         for step in which:
             x, target = batch(step, rank)
             take_step(engine, loss_of(engine(x.to(kind)).float(), target))
-            reference.follow(step, world)
+            reference.run(loss_on, [step], world)
 
     steps(range(2))
     layer, twin = model.layers[0], reference.model.layers[0]
@@ -148,9 +146,8 @@ def test_whole_tensors_of_the_optimizer(rank, world, stage):
     engine, reference = beside(seeded(Deep), stage, world)
     engine.backward(loss_on(engine, 0, rank))
     grads = [safe_get_full_grad(param) for param in engine.module.parameters()]
-    sum(loss_on(reference.model, 0, part) / world for part in range(world)).backward()
-    worst = max(relative(a, b.grad) for a, b in zip(grads, reference.model.parameters()))
-    reference.follow(0, world)
+    reference.run(loss_on, [0], world)
+    worst = max(relative(a, reference.grads[0][name]) for a, name in zip(grads, reference.params))
     engine.step()
     masters = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
     below(
@@ -199,7 +196,7 @@ class Built(Base):
 @on_ranks(timeout=30, init=True)
 def test_models_built_inside_init(rank, world, how):
     plain = seeded(Built)
-    reference = Reference(plain)
+    reference = plain_of(plain)
     torch.manual_seed(rank if how == "rank 0 counts" else 0)
     if how == "disabled":
         with deepspeed.zero.Init(enabled=False):
@@ -244,16 +241,16 @@ def test_models_built_inside_init(rank, world, how):
 def test_odd_sizes_inside_init(rank, world):
     """Empty, scalar and one-element parameters, one frozen, from the first to the last step."""
     plain = make("odd and empty sizes")
-    reference = Reference(plain)
+    reference = plain_of(plain)
     torch.manual_seed(0)
     with deepspeed.zero.Init(dtype=torch.float32):
         model = type(plain)()
     engine = start(model, 3, world)
     for step in range(4):
-        for loss in outputs_of(engine, step, rank, torch.float32):
+        for loss in outputs_of(engine, step, rank):
             engine.backward(loss)
         engine.step()
-        reference.step([sum(outputs_of(reference.model, step, part, torch.float64)) for part in range(world)])
+        reference.run(outputs_of, [step], world)
     below(gap(engine, reference))
 
 

@@ -1,9 +1,7 @@
-"""Small models for the conformance matrix of ZeRO, each with one trap, and the plain process they are compared with.
+"""Small models with one trap each.
 
 Layers are element-wise, so that every model also runs in fp16 on a CPU whose torch has no fp16 matrix product.
 """
-
-import copy
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -188,63 +186,16 @@ def loss_of(output, target):
     return ((output.to(torch.promote_types(output.dtype, torch.float32)) - target) ** 2).mean()
 
 
-def outputs_of(model, step, part, dtype):
-    """``[loss]`` of a micro-batch that ``model`` (or an engine) computes in ``dtype``."""
-    x, target = (beside(next(model.parameters()), one) for one in data(step, part))
-    target = target.double() if dtype == torch.float64 else target
-    return [loss_of(output, target) for output in model(x.to(dtype), step, part)]
+def outputs_of(model, step, part):
+    """``[loss]`` of a micro-batch, of a model or an engine in its type."""
+    first = next(model.parameters())
+    x, target = (beside(first, one) for one in data(step, part))
+    return [loss_of(output, target) for output in model(x.to(first.dtype), step, part)]
 
 
-class PlainRun:
-    """One process: gradients of all micro-batches added up in the masters' dtype, clipped, AdamW on the masters.
-
-    ``dtype`` float64: everything in fp64, the reference of fp32 engines. Otherwise the model computes in ``dtype`` (or,
-    with None, in the dtypes that it has) and 16-bit parameters have fp32 masters. ``grads[step]`` and ``masters`` are
-    dicts by parameter name.
-    """
-
-    def __init__(self, model, steps, parts, dtype, loss_scale=1.0):
-        self.model = copy.deepcopy(model)
-        self.model.recompute = False
-        if dtype is not None:
-            for param in self.model.parameters():
-                param.data = param.data.to(dtype)
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.masters = {
-            name: torch.nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32)).clone())
-            for name, p in trained.items()
-        }
-        optimizer = torch.optim.AdamW(self.masters.values(), lr=LR, betas=BETAS, weight_decay=DECAY)
-        self.grads, self.norms = [], []
-        for step in range(steps):
-            sums = {}
-            for part in range(parts):
-                losses = outputs_of(self.model, step, part, dtype or torch.float32)
-                for index, loss in enumerate(losses):
-                    (loss * (loss_scale / parts)).backward(retain_graph=index + 1 < len(losses))
-                    for name, p in trained.items():
-                        if p.grad is not None:
-                            grad = p.grad.to(self.masters[name].dtype) / loss_scale
-                            sums[name] = sums[name] + grad if name in sums else grad
-                        p.grad = None
-            self.grads.append({name: grad.clone() for name, grad in sums.items()})
-            for name, master in self.masters.items():
-                master.grad = sums.get(name)
-            self.norms.append(float(clip(list(self.masters.values()))))
-            optimizer.step()
-            with torch.no_grad():
-                for name, p in trained.items():
-                    p.copy_(self.masters[name])
-
-
-def clip(params):
-    """Clips in fp64 (gradients may have several dtypes); returns the norm."""
-    grads = [p.grad for p in params if p.grad is not None]
-    norm = torch.stack([grad.double().norm() for grad in grads]).norm()
-    factor = min(1.0, CLIP / (float(norm) + 1e-6))
-    for grad in grads:
-        grad.mul_(factor)
-    return norm
+def adamw(params):
+    """The optimizer of ``engine_config`` as torch has it."""
+    return torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=DECAY)
 
 
 def engine_config(stage, world, accumulate, dtype="fp32", **more):
@@ -269,13 +220,6 @@ def engine_config(stage, world, accumulate, dtype="fp32", **more):
         made["fp16"].update(initial_scale_power=7, loss_scale_window=1000)
     made.update(more)
     return made
-
-
-def reduced_mean(parts):
-    """The mean over ranks of 16-bit gradients, as the engine forms it where nothing accumulates: each rank multiplies
-    its own by 1/N and rounds, what comes out is added up in fp32, in rank order, and the sum is rounded."""
-    dtype = parts[0].dtype
-    return sum((part.float() * (1.0 / len(parts))).to(dtype).float() for part in parts).to(dtype)
 
 
 def relative(found, expected):

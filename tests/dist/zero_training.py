@@ -1,12 +1,11 @@
 """One small model that is trained by an engine and, next to it, by one plain fp64 process."""
 
-import copy
-
 import torch
 
 import deepspeed
+from plain import Plain
 from runs import engine_of, settings, take_step, weights
-from zero_models import BETAS, CLIP, DECAY, LR, clip, relative
+from zero_models import BETAS, CLIP, DECAY, LR, adamw, relative
 
 WIDTH, ROWS = 6, 3
 STAGES = [0, 1, 2, 3]
@@ -52,23 +51,9 @@ def start(model, stage, world, accumulate=1, client=None, mpu=None, **more):
     return engine_of(model, settings(stage, ROWS, accumulate, zero=zero, **more), client, mpu=mpu)
 
 
-class Reference:
+def plain_of(model):
     """The plain process, in fp64."""
-
-    def __init__(self, model):
-        self.model = copy.deepcopy(model).double()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
-
-    def step(self, losses):
-        """One step on the mean of ``losses``."""
-        self.optimizer.zero_grad(set_to_none=True)
-        (sum(losses) / len(losses)).backward()
-        self.norm = float(clip(list(self.model.parameters())))
-        self.optimizer.step()
-
-    def follow(self, step, parts, given=lambda step, part: ()):
-        """One step on parts of a batch. ``given``: more arguments of the model for a part."""
-        self.step([loss_on(self.model, step, part, *given(step, part)) for part in range(parts)])
+    return Plain(model, adamw, clip=CLIP)
 
 
 def gap(model, reference):
@@ -78,7 +63,7 @@ def gap(model, reference):
     """
     norms = 0.0
     if isinstance(model, deepspeed.DeepSpeedEngine):
-        norms = abs(model.get_global_grad_norm() - reference.norm) / reference.norm
+        norms = abs(model.get_global_grad_norm() - reference.norms[-1]) / reference.norms[-1]
         model, reference = model.module, reference.model
     found = weights(model)
     return max(norms, *(relative(found[name], param) for name, param in reference.named_parameters()))
@@ -92,7 +77,7 @@ def below(found, bound=1e-6):
 
 def beside(model, stage, world, accumulate=1, **more):
     """An engine on ``model``, and the plain process."""
-    reference = Reference(model)
+    reference = plain_of(model)
     return start(model, stage, world, accumulate, **more), reference
 
 
@@ -101,4 +86,4 @@ def train_beside(engine, reference, rank, world, steps=range(4), given=lambda st
     arguments of the model for a part of a batch."""
     for step in steps:
         take_step(engine, loss_on(engine, step, rank, *given(step, rank)))
-        reference.follow(step, world, given)
+        reference.run(lambda model, *at: loss_on(model, *at, *given(*at)), [step], world)
