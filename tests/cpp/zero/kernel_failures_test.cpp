@@ -72,9 +72,7 @@ struct Rank {
     options.kernels = &table;
     options.gatherer.persistence_numel = 1 << 20;
     options.reducer.predivide = 1.0f / kWorld;
-    ParamSpec spec{weight, "weight", 0, 0};
-    if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", kWorld, rank);
-    engine = engine_of({spec}, options, mesh_over(group, gathers));
+    engine = engine_of({{weight, "weight", 0, 0}}, options, mesh_over(group, gathers));
     engine->stepper().set_rules({&optim::find_rule("adam")});
   }
 

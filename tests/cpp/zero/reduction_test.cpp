@@ -24,12 +24,9 @@ at::Tensor reduced(int stage, int backwards, double before, double after, const 
   options.reducer.predivide = before;
   options.reducer.postscale = after;
   options.gatherer.persistence_numel = 1 << 20;
-  ParamSpec spec{weight, "weight", 0, 0};
-  const int rank = ranks->rank();
-  if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", ranks->size(), rank);
-  auto engine = engine_of({spec}, options, ranks);
+  auto engine = engine_of({{weight, "weight", 0, 0}}, options, ranks);
   for (int step = 0; step < backwards; ++step) {
-    run_backward(*engine, (weight * static_cast<double>(step + rank + 1)).sum());
+    run_backward(*engine, (weight * static_cast<double>(step + ranks->rank() + 1)).sum());
   }
   engine->backward().finish();
   return engine->states().full(StateKind::kGrad, 0, 0);
@@ -71,12 +68,8 @@ TEST(Reduction, NoBucketWaitsForParametersThatAreLeftOut) {
       options.reducer.bucket_numel = 40;
       options.reducer.predivide = 0.5;
       std::vector<at::Tensor> weights;
-      std::vector<ParamSpec> specs;
-      for (int number = 0; number < 6; ++number) {
-        weights.push_back(at::ones({40}).set_requires_grad(true));
-        specs.push_back({weights.back(), "weight" + std::to_string(number), 0, number});
-      }
-      auto engine = engine_of(specs, options, {comms[rank]});
+      for (int number = 0; number < 6; ++number) weights.push_back(at::ones({40}).set_requires_grad(true));
+      auto engine = engine_of(specs_of(weights), options, {comms[rank]});
       const auto overlapped = [&](const std::vector<int>& without) {
         at::Tensor loss = at::zeros({});
         for (int number = 0; number < 6; ++number)
@@ -110,12 +103,9 @@ TEST(Reduction, KeepsMemoryForAFewBucketsAndNotForAllSizes) {
     options.policy = stage_policy(2);
     options.reducer.bucket_numel = 1;  // each weight has its own
     std::vector<at::Tensor> weights;
-    std::vector<ParamSpec> specs;
-    for (int number = 0; number < kWeights; ++number) {
+    for (int number = 0; number < kWeights; ++number)
       weights.push_back(at::ones({1024 * (1 + number * 7 % kWeights)}).set_requires_grad(true));
-      specs.push_back({weights.back(), "weight" + std::to_string(number), 0, number});
-    }
-    const auto engine = engine_of(specs, options, {comms[rank]});
+    const auto engine = engine_of(specs_of(weights), options, {comms[rank]});
     const WireBuffers& memory = engine->grads().memory();
     int64_t kept = 0;
     for (int step = 0; step < 4; ++step) {
