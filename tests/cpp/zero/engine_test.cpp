@@ -28,16 +28,9 @@ struct Model {
 
   explicit Model(std::vector<at::Tensor> weights) : params(std::move(weights)) {}
   Model() {
-    at::Tensor ramp = at::arange(kIn * kHidden + kHidden + kHidden * kOut + kHidden + 4, at::kFloat);
-    const at::Tensor values = at::sin(ramp * 0.7) * 0.5;
-    int64_t at_ = 0;
     for (const auto& shape :
-         std::vector<std::vector<int64_t>>{{kHidden, kIn}, {kHidden}, {kOut, kHidden}, {kHidden}, {4}}) {
-      int64_t numel = 1;
-      for (int64_t dim : shape) numel *= dim;
-      params.push_back(values.narrow(0, at_, numel).reshape(shape).clone().set_requires_grad(true));
-      at_ += numel;
-    }
+         std::vector<std::vector<int64_t>>{{kHidden, kIn}, {kHidden}, {kOut, kHidden}, {kHidden}, {4}})
+      params.push_back(values(static_cast<double>(params.size()), shape).set_requires_grad(true));
   }
 
   at::Tensor loss(const at::Tensor& input, bool with_optional) const {
@@ -75,7 +68,7 @@ void compare(const Case& c, int steps, double tolerance) {
   options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
   options.reducer.bucket_numel = c.bucket;
   options.reducer.overlap = c.overlap;
-  const auto found = on_meshes(
+  const auto found = train_on(
       c.world,
       [&](const comm::ProcessMeshPtr& mesh) {
         TrainingRank rank(program(c.accumulate, c.world), at::kFloat, options, mesh, "adam", c.groups);
@@ -87,8 +80,7 @@ void compare(const Case& c, int steps, double tolerance) {
       },
       c.peer_memory);
   for (int rank = 0; rank < c.world; ++rank) {
-    const std::string what = "stage " + std::to_string(c.stage) + " world " + std::to_string(c.world) + " accumulate " +
-                             std::to_string(c.accumulate) + " rank " + std::to_string(rank);
+    const std::string what = words("stage", c.stage, "world", c.world, "accumulate", c.accumulate, "rank", rank);
     expect_near(found[rank].params, expected.params, tolerance, what + " parameter");
     expect_norms(found[rank].norms, expected.norms, 1e-5, what);
   }
@@ -114,30 +106,24 @@ TEST(Engine, EqualsPlainTrainingWithAgreedGathers) {
 
 // One rank's graph uses a parameter that the others' do not: the sum must count it once, and nobody may hang.
 TEST(Engine, RanksMayUseDifferentParameters) {
-  auto comms = comm::thread_communicators(3);
-  std::vector<at::Tensor> grads(3);
-  std::vector<char> used(3);  // not bool: ranks write their own at the same time
-  on_threads(3, [&](int rank) {
+  const auto grads = train_on<at::Tensor>(3, [&](const comm::ProcessMeshPtr& mesh) {
     Model model;
     EngineOptions options;
     options.reducer.predivide = 1.0f / 3;
     options.reducer.bucket_numel = 1;
-    auto engine = engine_of(specs_of(model.params), options, {comms[rank]});
+    auto engine = engine_of(specs_of(model.params), options, mesh);
     for (int round = 0; round < 3; ++round) {
       engine->backward().clear_grads();
       engine->backward().register_hooks();
-      run_backward(*engine, model.loss(batch(0), rank == (round + 1) % 3));
+      run_backward(*engine, model.loss(batch(0), mesh->rank({"dp"}) == (round + 1) % 3));
     }
-    grads[rank] = model.params[3].grad().clone();
-    used[rank] = engine->grads().used(3) && !engine->grads().used(4);
+    EXPECT_TRUE(engine->grads().used(3) && !engine->grads().used(4));
     EXPECT_FALSE(model.params[4].grad().defined());
+    return model.params[3].grad().clone();
   });
   Model lone;
   lone.loss(batch(0), true).backward();
-  for (int rank = 0; rank < 3; ++rank) {
-    EXPECT_TRUE(used[rank]);
-    EXPECT_TRUE(at::allclose(grads[rank], lone.params[3].grad() / 3, 1e-5, 1e-8));
-  }
+  for (const at::Tensor& grad : grads) EXPECT_TRUE(at::allclose(grad, lone.params[3].grad() / 3, 1e-5, 1e-8));
 }
 
 // A parameter fires once, then suddenly twice after its bucket has left: the late gradient is not lost.

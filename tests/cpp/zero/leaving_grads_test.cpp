@@ -117,7 +117,7 @@ TEST(LeavingGrads, AreAsManyRowsAsThereAreBuffers) {
     for (at::ScalarType type : {at::kBFloat16, at::kFloat}) {
       const Seen plain = train(stage, type, {}, 0, false);
       for (int64_t leaving : {1, 3}) {
-        const std::string what = "stage " + std::to_string(stage) + ", " + c10::toString(type);
+        const std::string what = words("stage", stage, type);
         const Seen seen = train(stage, type, slow, leaving, true);
         expect_same(seen, plain, what, 1e-12);
         const int64_t row = kNumel * static_cast<int64_t>(c10::elementSize(type));

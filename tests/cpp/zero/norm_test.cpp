@@ -33,9 +33,8 @@ struct Case {
   OnSlices slices;
 
   std::string text() const {
-    std::string all;
-    for (int size : {world, pp, dp, sp, tp, expert, stage, static_cast<int>(slices)}) all += std::to_string(size) + " ";
-    return "world, pp, dp, sp, tp, experts, stage, slices: " + all;
+    return words("world", world, "pp", pp, "dp", dp, "sp", sp, "tp", tp, "experts", expert, "stage", stage, "slices",
+                 static_cast<int>(slices));
   }
 };
 

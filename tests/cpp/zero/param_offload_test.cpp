@@ -59,7 +59,7 @@ void make_step(const Case& c, TrainingRank& rank, int step) {
 }
 
 std::vector<Result> train(const Case& c, const std::string& folder = "") {
-  return on_meshes<Result>(
+  return train_on<Result>(
       c.world,
       [&](const comm::ProcessMeshPtr& mesh) {
         TrainingRank own = make_rank(c, mesh);
@@ -94,9 +94,8 @@ void compare(Case c, const std::string& folder = "") {
   c.placements = {};
   const std::vector<Result> here = train(c);
   for (int rank = 0; rank < c.world; ++rank) {
-    const std::string what = "rank " + std::to_string(rank) + " of " + std::to_string(c.world) + ", " +
-                             c10::toString(c.type) + (c.peers ? "" : ", collectives") + ", micro-steps " +
-                             std::to_string(c.micro_steps);
+    const std::string what =
+        words("rank", rank, "of", c.world, c.type, c.peers ? "" : "collectives", c.micro_steps, "micro-steps");
     expect_same(there[rank], here[rank], what, 1e-12);
     EXPECT_EQ(there[rank].usage.leases, here[rank].usage.leases) << what;
     EXPECT_EQ(there[rank].usage[1].resting > 0, folder.empty()) << what;
@@ -161,7 +160,7 @@ TEST(ParamOffload, InferenceWithoutAnOptimizer) {
     c.trains = false;
     c.offload.host_numel = 0;
     c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
-    on_meshes<int>(world, [&](const comm::ProcessMeshPtr& mesh) {
+    train_on<int>(world, [&](const comm::ProcessMeshPtr& mesh) {
       TrainingRank own = make_rank(c, mesh);
       EXPECT_EQ(own.engine->params().storage()->usage()[0].resting, 0);
       for (int round = 0; round < 3; ++round) {
@@ -238,7 +237,7 @@ TEST(ParamOffload, AFaultOfOneRankIsAnErrorOfAll) {
     c.offload.host_numel = 0;
     c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
     const auto begin = std::chrono::steady_clock::now();
-    const auto errors = on_meshes<std::string>(c.world, [&](const comm::ProcessMeshPtr& mesh) {
+    const auto errors = train_on<std::string>(c.world, [&](const comm::ProcessMeshPtr& mesh) {
       Case own_case = c;
       own_case.files = std::make_shared<io::Files>();
       TrainingRank own = make_rank(own_case, mesh);

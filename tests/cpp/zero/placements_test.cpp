@@ -40,7 +40,7 @@ std::vector<Trained> train(const Case& c, const Placements& placements, const st
   options.budget = budget;
   options.grad_dtype = c.grad_dtype;
   options.reducer.bucket_numel = c.bucket;
-  return on_meshes(c.world, [&](const comm::ProcessMeshPtr& mesh) {
+  return train_on(c.world, [&](const comm::ProcessMeshPtr& mesh) {
     TrainingRank rank(small_program(kWeights, factor_of), c.type, options, mesh, c.rule);
     for (int step = 0; step < kSteps; ++step) {
       const StepReport report = rank.step(step, rank.inputs(0.5f, true, 0.05), kMicroSteps);
@@ -54,8 +54,7 @@ std::vector<Trained> train(const Case& c, const Placements& placements, const st
 void compare(const Case& c, const Placements& placements, bool norms_too = true) {
   const std::vector<Trained> here = train(c, {}), there = train(c, placements);
   for (int rank = 0; rank < c.world; ++rank) {
-    const std::string what = c.name + ", stage " + std::to_string(c.stage) + ", rank " + std::to_string(rank) + " of " +
-                             std::to_string(c.world) + ", " + c.rule;
+    const std::string what = words(c.name, "stage", c.stage, "rank", rank, "of", c.world, c.rule, c.type);
     expect_same(there[rank], here[rank], what, norms_too ? 0.0 : 1e-12);
     EXPECT_EQ(here[rank].usage[1].resting + here[rank].usage[2].resting, 0);
     EXPECT_GT(there[rank].usage[1].resting + there[rank].usage[2].resting, 0) << what;

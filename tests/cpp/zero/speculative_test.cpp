@@ -44,7 +44,7 @@ std::vector<Trained> train(const Case& c) {
   options.budget = c.budget;
   options.strategy = c.strategy;
   options.reducer.bucket_numel = c.bucket;
-  return on_meshes(c.world, [&](const comm::ProcessMeshPtr& mesh) {
+  return train_on(c.world, [&](const comm::ProcessMeshPtr& mesh) {
     TrainingRank rank(small_program(kWeights, factor_of), c.type, options, mesh, c.rule);
     for (int step = 0; step < c.steps; ++step) {
       StepInputs inputs = rank.inputs(0.5f, c.check, 0.05 / (1 + step));
@@ -71,9 +71,8 @@ std::map<std::string, double> compare(Case c) {
   const std::vector<Trained> plain = train(c);
   std::map<std::string, double> all;
   for (int rank = 0; rank < c.world; ++rank) {
-    const std::string what = "stage " + std::to_string(c.stage) + ", rank " + std::to_string(rank) + " of " +
-                             std::to_string(c.world) + ", " + c.rule + ", " + c10::toString(c.type) + ", " +
-                             std::to_string(c.micro_steps) + " micro-steps";
+    const std::string what =
+        words("stage", c.stage, "rank", rank, "of", c.world, c.rule, c.type, c.micro_steps, "micro-steps");
     expect_same(ahead[rank], plain[rank], what, 0, /*nan=*/!c.check);
     for (const auto& [name, value] : ahead[rank].figures) all[name] += value;
   }

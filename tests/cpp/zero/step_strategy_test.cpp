@@ -125,7 +125,7 @@ TEST(StepStrategy, ExtentsMayBeUpdatedLater) {
       options.policy = stage_policy(stage);
       options.strategy = "test odd extents later";
       options.reducer.bucket_numel = 200;
-      on_meshes(world, [&](const comm::ProcessMeshPtr& mesh) {
+      train_on(world, [&](const comm::ProcessMeshPtr& mesh) {
         OddExtentsLater::settled = 0;
         TrainingRank trained(program(), at::kFloat, options, mesh);
         Engine& engine = *trained.engine;

@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -64,7 +65,7 @@ inline Program small_program(int count, double (*factor)(int step) = one, bool a
 
 // ---- who trains it ------------------------------------------------------------------------------------------------
 
-// What a training ends with.
+// Values with which a training ends.
 struct Trained {
   std::vector<at::Tensor> params, masters, slots;
   std::vector<double> norms;  // of each step
@@ -189,7 +190,7 @@ std::vector<Result> on_ranks(int world, const Train& train) {
 
 // The results of train(mesh) on each rank. Gathers have communicators of their own, as in a job.
 template <typename Result = Trained, typename Train>
-std::vector<Result> on_meshes(int world, const Train& train, bool peer_memory = true) {
+std::vector<Result> train_on(int world, const Train& train, bool peer_memory = true) {
   const auto comms = comm::thread_communicators(world, peer_memory), gathers = comm::thread_communicators(world);
   return on_ranks<Result>(world, [&](int rank) { return train(mesh_over(comms[rank], gathers[rank])); });
 }
@@ -216,6 +217,14 @@ inline Trained in_one_process(const Program& program, int steps, int world, int 
 }
 
 // ---- whether it is the same ---------------------------------------------------------------------------------------
+
+// The name of a case, for the message of a failed comparison.
+template <typename... Parts>
+std::string words(const Parts&... parts) {
+  std::ostringstream text;
+  ((text << parts << " "), ...);
+  return text.str();
+}
 
 // The same bits. With `nan`, one that is not a number equals another.
 inline void expect_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b, const std::string& what,

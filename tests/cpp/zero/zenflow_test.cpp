@@ -9,7 +9,7 @@
 
 #include "../error_of.h"
 #include "../every_case.h"
-#include "../io/folder.h"
+#include "../storage/planes.h"
 #include "base/error.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
@@ -168,11 +168,8 @@ std::vector<at::Tensor> schedule(const Case& c) {
 TrainingRank make_rank(const Case& c, const comm::ProcessMeshPtr& mesh) {
   EngineOptions options;
   options.policy = stage_policy(c.stage);
-  options.placements.master.rest = options.placements.slot.rest = Medium::kHost;
-  if (!c.folder.empty()) {
-    options.placements.master.rest = options.placements.slot.rest = Medium::kFile;
-    options.placements.master.folder = options.placements.slot.folder = c.folder;
-  }
+  options.placements.master = options.placements.slot =
+      storage::at_rest(c.folder.empty() ? Medium::kHost : Medium::kFile, c.folder);
   if (c.grads_on_host) options.placements.grad.rest = Medium::kHost;
   options.strategy = c.strategy;
   options.step.zenflow = c.flow;
@@ -220,7 +217,7 @@ Trained train_rank(const Case& c, const comm::ProcessMeshPtr& mesh) {
 }
 
 std::vector<Trained> train(const Case& c) {
-  return on_meshes(c.world, [&](const comm::ProcessMeshPtr& mesh) { return train_rank(c, mesh); });
+  return train_on(c.world, [&](const comm::ProcessMeshPtr& mesh) { return train_rank(c, mesh); });
 }
 
 ZenFlowOptions flow(double ratio, int64_t update, int64_t select, bool overlap = false) {
@@ -239,8 +236,7 @@ void expect_schedule(const Case& c, const std::string& what) {
   const auto found = train(c);
   for (int rank = 0; rank < c.world; ++rank)
     expect_near(found[rank].params, expected, c.type == at::kFloat ? 3e-6 : 4e-3,
-                what + ", stage " + std::to_string(c.stage) + ", rank " + std::to_string(rank) + " of " +
-                    std::to_string(c.world) + ", parameter");
+                words(what, "stage", c.stage, "rank", rank, "of", c.world, "parameter"));
 }
 
 TEST(ZenFlow, FollowsItsSchedule) {
@@ -311,7 +307,7 @@ TEST(ZenFlow, EverythingAtOnceIsARunWithoutIt) {
         all.flow = flow(1.0, 4, 4, true);
         for (const Case& c : {warm, all}) {
           const auto found = train(c);
-          expect_same(found[0], expected[0], "stage " + std::to_string(stage));
+          expect_same(found[0], expected[0], words("stage", stage, "world", world, type));
         }
       }
     }
@@ -342,7 +338,7 @@ TEST(ZenFlow, LooksAndCheckpointsInsideAnInterval) {
           Case looked = c, resumed = c;
           looked.look = step;
           resumed.save = step;
-          const std::string what = "after step " + std::to_string(step) + ", stage " + std::to_string(stage);
+          const std::string what = words("after step", step, "stage", stage);
           const auto seen = train(looked), gone_on = train(resumed);
           for (int rank = 0; rank < world; ++rank) {
             expect_same(seen[rank], expected[rank], what + ", looked at");
