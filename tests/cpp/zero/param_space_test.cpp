@@ -168,7 +168,7 @@ void compare(const Case& c, int steps) {
       EXPECT_NEAR(report.norm, reference.norms[step], (exact ? 1e-5 : 2e-2) * reference.norms[step])
           << "rank " << rank << " step " << step;
     }
-    const std::vector<at::Tensor> expected = {reference.params[0], reference.params[2 + expert], reference.params[1]};
+    const std::string what = words("stage", c.stage, "world", c.world, "rank", rank, "parameter");
     const auto values = [&](size_t i) {
       if (!gatherer) return params[i].detach();
       const std::vector<ShardedParam*> one = {engine->params().spec(i).sharded.get()};
@@ -177,12 +177,13 @@ void compare(const Case& c, int steps) {
       gatherer->release(one);
       return found;
     };
+    std::vector<at::Tensor> masters;
     for (size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor collected = engine->states().full(StateKind::kMaster, 0, i), now = values(i);
-      EXPECT_LE((collected - expected[i]).abs().max().item<double>(), exact ? 2e-6 : 2e-2)
-          << "stage " << c.stage << " world " << c.world << " rank " << rank << " parameter " << i;
-      EXPECT_TRUE(at::equal(collected.to(c.type), now)) << i;
+      masters.push_back(engine->states().full(StateKind::kMaster, 0, i));
+      EXPECT_TRUE(at::equal(masters[i].to(c.type), values(i))) << i;
     }
+    expect_near(masters, {reference.params[0], reference.params[2 + expert], reference.params[1]}, exact ? 2e-6 : 2e-2,
+                what);
     if (c.stage == 1 || c.stage == 2) check_cut(*engine, c.world, rank);
     // Everybody who has it does.
     engine->states().set_full(StateKind::kMaster, 0, 1, at::ones({7, 2}) * (expert + 3));

@@ -10,23 +10,23 @@
 #include "../on_threads.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
-#include "small_engine.h"
+#include "trained_ranks.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
 namespace {
 
 // The gradient of one weight after `backwards` reducing backwards, each with the gradient `step + rank + 1`.
-at::Tensor reduced(int stage, int backwards, double before, double after, const comm::CommunicatorPtr& ranks) {
+at::Tensor reduced(int stage, int backwards, double before, double after, const comm::ProcessMeshPtr& mesh) {
   at::Tensor weight = at::ones({40}).set_requires_grad(true);
   EngineOptions options;
   options.policy = stage_policy(stage);
   options.reducer.predivide = before;
   options.reducer.postscale = after;
   options.gatherer.persistence_numel = 1 << 20;
-  auto engine = engine_of({{weight, "weight", 0, 0}}, options, ranks);
+  auto engine = engine_of({{weight, "weight", 0, 0}}, options, mesh);
   for (int step = 0; step < backwards; ++step) {
-    run_backward(*engine, (weight * static_cast<double>(step + ranks->rank() + 1)).sum());
+    run_backward(*engine, (weight * static_cast<double>(step + mesh->rank({"dp"}) + 1)).sum());
   }
   engine->backward().finish();
   return engine->states().full(StateKind::kGrad, 0, 0);
@@ -34,7 +34,7 @@ at::Tensor reduced(int stage, int backwards, double before, double after, const 
 
 TEST(Reduction, OneRankDividesNothing) {
   for (int stage : {0, 1, 2, 3}) {
-    const comm::CommunicatorPtr alone = comm::local_communicator();
+    const comm::ProcessMeshPtr alone = mesh_over(comm::local_communicator());
     EXPECT_TRUE(at::equal(reduced(stage, 1, 0.25, 4.0, alone), at::ones({40}))) << "stage " << stage;
     EXPECT_TRUE(at::equal(reduced(stage, 2, 0.25, 4.0, alone), at::ones({40}) * 3)) << "stage " << stage;
   }
@@ -45,13 +45,14 @@ TEST(Reduction, ASecondOneAddsToTheFirst) {
   constexpr int kWorld = 4;
   for (int stage : {0, 1, 2}) {
     for (const auto& [before, after] : {std::pair(0.25, 1.0), std::pair(0.5, 0.5), std::pair(1.0, 1.0)}) {
-      const auto comms = comm::thread_communicators(kWorld);
-      on_threads(kWorld, [&, before = before, after = after](int rank) {
-        const at::Tensor found = reduced(stage, 2, before, after, {comms[rank]});
-        const double sum = (1 + 2 + 3 + 4) + (2 + 3 + 4 + 5);
-        EXPECT_TRUE(at::allclose(found, at::ones({40}) * (sum * before * after)))
-            << "stage " << stage << " before " << before << " after " << after << ": " << found[0].item<float>();
+      const auto found = train_on<at::Tensor>(kWorld, [&, before = before, after = after](const auto& mesh) {
+        return reduced(stage, 2, before, after, mesh);
       });
+      const double sum = (1 + 2 + 3 + 4) + (2 + 3 + 4 + 5);
+      const at::Tensor expected = at::ones({40}) * (sum * before * after);
+      for (const at::Tensor& one : found)
+        EXPECT_TRUE(at::allclose(one, expected))
+            << "stage " << stage << " before " << before << " after " << after << ": " << one[0].item<float>();
     }
   }
 }

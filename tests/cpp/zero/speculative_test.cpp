@@ -10,7 +10,6 @@
 
 #include "../storage/planes.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
 #include "storage/tier.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
@@ -145,7 +144,7 @@ struct One {
     options.placements = placements;
     options.strategy = "speculative";
     options.reducer.bucket_numel = 1;
-    engine = engine_of({{weight, "w", 0, 0}, {second, "v", 0, 1}}, options, {comm::thread_communicators(1)[0]});
+    engine = engine_of({{weight, "w", 0, 0}, {second, "v", 0, 1}}, options);
     use_adam(*engine);
   }
   void backward(double factor = 1e-3) {

@@ -33,7 +33,7 @@ TEST(StateSource, BringsRowsAsTheyAreWritten) {
   options.reducer.bucket_numel = 4 * kNumel;  // several pieces in a row
   options.swapping.buffer_count = 4;
   options.swapping.reads_ahead = options.swapping.writes_behind = false;
-  const auto engine = engine_of(specs_of(weights), options, {comm::thread_communicators(1)[0]});
+  const auto engine = engine_of(specs_of(weights), options);
   use_adam(*engine);
   GroupCut cut(engine->params(), engine->states(), 0);
   for (const StateKind kind : {StateKind::kMaster, StateKind::kSlot}) {

@@ -8,7 +8,6 @@
 
 #include "../error_of.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
 #include "trained_ranks.h"
 
 namespace ds::zero {
@@ -162,7 +161,7 @@ TEST(StepStrategy, RulesOfWholeParametersTakeNoParts) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
   EngineOptions options;
   options.strategy = "test odd extents later";
-  auto engine = engine_of({{weight, "w", 0, 0}}, options, {comm::thread_communicators(1)[0]});
+  auto engine = engine_of({{weight, "w", 0, 0}}, options);
   const optim::Rule& lamb = optim::find_rule("lamb");
   engine->stepper().set_rules({&lamb});
   run_backward(*engine, weight.sum());
