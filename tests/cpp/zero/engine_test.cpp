@@ -15,8 +15,7 @@
 #include "base/error.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
-#include "plain_adamw.h"
-#include "small_engine.h"
+#include "trained_ranks.h"
 
 namespace ds::zero {
 namespace {
@@ -27,35 +26,18 @@ constexpr int kIn = 6, kHidden = 10, kOut = 3, kBatch = 8;
 struct Model {
   std::vector<at::Tensor> params;
 
-  explicit Model(at::ScalarType type = at::kFloat) {
-    at::Tensor ramp = at::arange(kIn * kHidden + kHidden + kHidden * kOut + kHidden + 4, at::kFloat);
-    const at::Tensor values = at::sin(ramp * 0.7) * 0.5;
-    int64_t at_ = 0;
+  explicit Model(std::vector<at::Tensor> weights) : params(std::move(weights)) {}
+  Model() {
     for (const auto& shape :
-         std::vector<std::vector<int64_t>>{{kHidden, kIn}, {kHidden}, {kOut, kHidden}, {kHidden}, {4}}) {
-      int64_t numel = 1;
-      for (int64_t dim : shape) numel *= dim;
-      params.push_back(values.narrow(0, at_, numel).reshape(shape).to(type).clone().set_requires_grad(true));
-      at_ += numel;
-    }
+         std::vector<std::vector<int64_t>>{{kHidden, kIn}, {kHidden}, {kOut, kHidden}, {kHidden}, {4}})
+      params.push_back(values(static_cast<double>(params.size()), shape).set_requires_grad(true));
   }
 
   at::Tensor loss(const at::Tensor& input, bool with_optional) const {
-    const at::Tensor x = input.to(params[0].scalar_type());
-    at::Tensor hidden = at::tanh(at::matmul(x, params[0].t()) + params[1]);
+    at::Tensor hidden = at::tanh(at::matmul(input, params[0].t()) + params[1]);
     hidden = at::tanh(at::matmul(at::matmul(hidden, params[0]), params[0].t()));
     if (with_optional) hidden = hidden * params[3];
-    return at::matmul(hidden, params[2].t()).to(at::kFloat).square().mean();
-  }
-
-  // With parts > 0 every parameter is sharded, as stage 3 wants it.
-  std::vector<ParamSpec> specs(int groups = 1, int parts = 0, int rank = 0) const {
-    std::vector<ParamSpec> result;
-    for (size_t i = 0; i < params.size(); ++i) {
-      result.push_back({params[i], "p" + std::to_string(i), static_cast<int32_t>(i) % groups, static_cast<int32_t>(i)});
-      if (parts > 0) result.back().sharded = std::make_shared<ShardedParam>(params[i], result.back().name, parts, rank);
-    }
-    return result;
+    return at::matmul(hidden, params[2].t()).square().mean();
   }
 };
 
@@ -70,60 +52,38 @@ struct Case {
   bool peer_memory = true;
 };
 
-// Runs `steps` steps on `world` threads and checks parameters and norms of every rank against the plain run.
-void compare(const Case& c, int steps, double tolerance) {
-  Model reference;
-  PlainAdamW optimizer;
-  std::vector<double> norms;
-  for (int step = 0; step < steps; ++step) {
-    const bool optional = step % 3 != 1;
-    const at::Tensor loss = reference.loss(batch(step), optional);
-    loss.backward();
-    std::vector<at::Tensor> grads;
-    for (auto& p : reference.params) {
-      grads.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
-      p.mutable_grad() = at::Tensor();
-    }
-    norms.push_back(optimizer.step(reference.params, grads, 0.05));
-  }
+// Each rank and micro-step has its part of the batch.
+Program program(int parts_of_rank, int world) {
+  const int micro = kBatch / world / parts_of_rank;
+  return {Model().params, [=](const std::vector<at::Tensor>& weights, int step, int rank, int part) {
+            const at::Tensor input = batch(step).narrow(0, (rank * parts_of_rank + part) * micro, micro);
+            return Model(weights).loss(input, step % 3 != 1);
+          }};
+}
 
-  auto comms = comm::thread_communicators(c.world, c.peer_memory);
-  auto gather_comms = comm::thread_communicators(c.world);
-  on_threads(c.world, [&](int rank) {
-    Model model;
-    EngineOptions options;
-    options.policy = stage_policy(c.stage);
-    options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
-    options.reducer.bucket_numel = c.bucket;
-    options.reducer.overlap = c.overlap;
-    options.reducer.predivide = 1.0f / c.world;
-    auto engine = engine_of(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), options,
-                            mesh_over(comms[rank], gather_comms[rank]));
-    use_adam(*engine, c.groups);
-    // The whole loss as one module; its parts are tested in param_gatherer_test.
-    const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
-    const int micro = kBatch / c.world / c.accumulate;
-    for (int step = 0; step < steps; ++step) {
-      const bool optional = step % 3 != 1;
-      for (int part = 0; part < c.accumulate; ++part) {
-        engine->backward().register_hooks();
-        const at::Tensor input = batch(step).narrow(0, (rank * c.accumulate + part) * micro, micro);
-        if (unit >= 0) engine->gatherer()->begin_forward();
-        if (unit >= 0) engine->gatherer()->enter(unit, {});
-        const at::Tensor loss = model.loss(input, optional) / c.accumulate;
-        if (unit >= 0) engine->gatherer()->leave(unit, {loss});
-        if (unit >= 0) engine->gatherer()->end_forward({loss});
-        run_backward(*engine, loss, part + 1 == c.accumulate || c.stage >= 2);
-      }
-      const StepReport report = engine->step(adam_inputs(0.05f, false, c.groups));
-      EXPECT_NEAR(report.norm, norms[step], 1e-5 * norms[step]) << "rank " << rank << " step " << step;
-    }
-    if (unit >= 0) engine->gatherer()->enter(unit, {});
-    for (size_t i = 0; i < model.params.size(); ++i)
-      EXPECT_LE((model.params[i] - reference.params[i]).abs().max().item<double>(), tolerance)
-          << "stage " << c.stage << " world " << c.world << " accumulate " << c.accumulate << " rank " << rank
-          << " parameter " << i;
-  });
+// Parameters and norms of every rank against one plain process that has the whole batch.
+void compare(const Case& c, int steps, double tolerance) {
+  const Trained expected = in_one_process(program(1, 1), steps, 1, 1, 0.05);
+  EngineOptions options = small_options(c.stage);
+  options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
+  options.reducer.bucket_numel = c.bucket;
+  options.reducer.overlap = c.overlap;
+  const auto found = train_on(
+      c.world,
+      [&](const comm::ProcessMeshPtr& mesh) {
+        TrainingRank rank(program(c.accumulate, c.world), at::kFloat, options, mesh, "adam", c.groups);
+        for (int step = 0; step < steps; ++step) {
+          rank.engine->backward().register_hooks();
+          rank.step(step, adam_inputs(0.05f, false, c.groups), c.accumulate);
+        }
+        return rank.finish();
+      },
+      c.peer_memory);
+  for (int rank = 0; rank < c.world; ++rank) {
+    const std::string what = words("stage", c.stage, "world", c.world, "accumulate", c.accumulate, "rank", rank);
+    expect_near(found[rank].params, expected.params, tolerance, what + " parameter");
+    expect_norms(found[rank].norms, expected.norms, 1e-5, what);
+  }
 }
 
 TEST(Engine, EqualsPlainTraining) {
@@ -146,30 +106,24 @@ TEST(Engine, EqualsPlainTrainingWithAgreedGathers) {
 
 // One rank's graph uses a parameter that the others' do not: the sum must count it once, and nobody may hang.
 TEST(Engine, RanksMayUseDifferentParameters) {
-  auto comms = comm::thread_communicators(3);
-  std::vector<at::Tensor> grads(3);
-  std::vector<char> used(3);  // not bool: ranks write their own at the same time
-  on_threads(3, [&](int rank) {
+  const auto grads = train_on<at::Tensor>(3, [&](const comm::ProcessMeshPtr& mesh) {
     Model model;
     EngineOptions options;
     options.reducer.predivide = 1.0f / 3;
     options.reducer.bucket_numel = 1;
-    auto engine = engine_of(model.specs(), options, {comms[rank]});
+    auto engine = engine_of(specs_of(model.params), options, mesh);
     for (int round = 0; round < 3; ++round) {
       engine->backward().clear_grads();
       engine->backward().register_hooks();
-      run_backward(*engine, model.loss(batch(0), rank == (round + 1) % 3));
+      run_backward(*engine, model.loss(batch(0), mesh->rank({"dp"}) == (round + 1) % 3));
     }
-    grads[rank] = model.params[3].grad().clone();
-    used[rank] = engine->grads().used(3) && !engine->grads().used(4);
+    EXPECT_TRUE(engine->grads().used(3) && !engine->grads().used(4));
     EXPECT_FALSE(model.params[4].grad().defined());
+    return model.params[3].grad().clone();
   });
   Model lone;
   lone.loss(batch(0), true).backward();
-  for (int rank = 0; rank < 3; ++rank) {
-    EXPECT_TRUE(used[rank]);
-    EXPECT_TRUE(at::allclose(grads[rank], lone.params[3].grad() / 3, 1e-5, 1e-8));
-  }
+  for (const at::Tensor& grad : grads) EXPECT_TRUE(at::allclose(grad, lone.params[3].grad() / 3, 1e-5, 1e-8));
 }
 
 // A parameter fires once, then suddenly twice after its bucket has left: the late gradient is not lost.
@@ -211,7 +165,7 @@ void on_two_ranks(const Body& body) {
     Model model;
     EngineOptions options;
     options.reducer.predivide = 0.5f;
-    body(rank, model, *engine_of(model.specs(), options, {comms[rank]}));
+    body(rank, model, *engine_of(specs_of(model.params), options, {comms[rank]}));
   });
 }
 
@@ -257,7 +211,7 @@ TEST(Engine, TwoBackwardsBeforeAStepAddUp) {
 
 TEST(Engine, AFailedBackwardLeavesNothingBehind) {
   Model model;
-  auto engine = engine_of(model.specs());
+  auto engine = engine_of(specs_of(model.params));
   engine->backward().register_hooks();
   engine->backward().begin(true);
   at::Tensor loss = model.loss(batch(0), true);
@@ -272,7 +226,7 @@ TEST(Engine, AFailedBackwardLeavesNothingBehind) {
 
 TEST(Engine, UsersMayEditReplaceAndDropGradients) {
   Model model;
-  auto engine = engine_of(model.specs());
+  auto engine = engine_of(specs_of(model.params));
   engine->backward().register_hooks();
   run_backward(*engine, model.loss(batch(0), true));
   {

@@ -79,13 +79,7 @@ class Player : public GradArrivals {
  public:
   Player(const Setting& setting, comm::CommunicatorPtr ranks, unsigned seed)
       : setting_(setting), rank_(ranks->rank()), random_(seed), local_(setting.world), reduced_{} {
-    std::vector<ParamSpec> specs;
-    for (int i = 0; i < kParams; ++i) {
-      weights_.push_back(at::zeros({4 + 2 * i}).set_requires_grad(true));
-      specs.push_back({weights_[i], "w" + std::to_string(i), 0, i});
-      if (setting.stage == 3)
-        specs[i].sharded = std::make_shared<ShardedParam>(weights_[i], specs[i].name, setting.world, rank_);
-    }
+    for (int i = 0; i < kParams; ++i) weights_.push_back(at::zeros({4 + 2 * i}).set_requires_grad(true));
     EngineOptions options;
     options.policy = stage_policy(setting.stage);
     options.gatherer.persistence_numel = 7;  // two parameters stay whole
@@ -94,7 +88,7 @@ class Player : public GradArrivals {
     options.reducer.waits = setting.waits;
     options.reducer.predivide = setting.sums ? 1.0 : 1.0 / setting.world;
     if (setting.on_host) options.placements.grad.rest = storage::Medium::kHost;
-    engine_ = engine_of(specs, options, {ranks});
+    engine_ = engine_of(specs_of(weights_), options, {ranks});
     in_place_ = engine_->params().space_of(0).in_place;
     grads().tell(this);
   }

@@ -12,10 +12,8 @@
 #include <vector>
 
 #include "../error_of.h"
-#include "../on_threads.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
-#include "small_engine.h"
+#include "trained_ranks.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -66,16 +64,14 @@ struct Rank {
   kernels::KernelTable table = failing_table();
   std::shared_ptr<Engine> engine;
 
-  Rank(int stage, int rank, const comm::CommunicatorPtr& group, comm::CommunicatorPtr gathers) : rank(rank) {
+  Rank(int stage, const comm::ProcessMeshPtr& mesh) : rank(mesh->rank({"dp"})) {
     EngineOptions options;
     options.policy = stage_policy(stage);
     options.kernels = &table;
     options.gatherer.persistence_numel = 1 << 20;
     options.reducer.predivide = 1.0f / kWorld;
-    ParamSpec spec{weight, "weight", 0, 0};
-    if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", kWorld, rank);
-    engine = engine_of({spec}, options, mesh_over(group, gathers));
-    engine->stepper().set_rules({&optim::find_rule("adam")});
+    engine = engine_of({{weight, "weight", 0, 0}}, options, mesh);
+    use_adam(*engine);
   }
 
   // In a thread of its own, as autograd's are: what fails there is not this thread's last error.
@@ -88,18 +84,14 @@ struct Rank {
     }).join();
     engine->backward().end();
   }
-  void step() {
-    StepInputs inputs;
-    inputs.hyper = {{0.1, 0.9, 0.99, 1e-8, 0.0, 1, 1}};
-    engine->step(inputs);
-  }
+  void step() { engine->step(adam_inputs(0.0f, false, 1, {0.1, 0.9, 0.99, 1e-8, 0.0})); }
 };
 
 void on_ranks(int stage, const std::function<void(Rank&)>& body) {
-  auto groups = comm::thread_communicators(kWorld), gathers = comm::thread_communicators(kWorld);
-  on_threads(kWorld, [&](int rank) {
-    Rank made(stage, rank, groups[rank], gathers[rank]);
+  train_on<int>(kWorld, [&](const comm::ProcessMeshPtr& mesh) {
+    Rank made(stage, mesh);
     body(made);
+    return 0;
   });
 }
 

@@ -8,9 +8,6 @@
 #include <thread>
 
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
-#include "plain_adamw.h"
-#include "small_engine.h"
 #include "storage/tier.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
@@ -70,48 +67,46 @@ const storage::TierRegistration registration("gated",
 constexpr int kWeights = 9;
 constexpr int64_t kNumel = 5 * 1024;  // 10 KiB of gradients in 16 bits, 20 KiB in 32
 
-struct Seen {
-  std::vector<at::Tensor> params;
+Program program() {
+  Program made;
+  for (int i = 0; i < kWeights; ++i) made.begin.push_back(values(i, {kNumel}));
+  made.loss = [](const std::vector<at::Tensor>& weights, int step, int rank, int part) {
+    at::Tensor loss = at::zeros({});
+    for (int i = 0; i < kWeights; ++i) loss = loss + loss_of(weights[i], 10 * step + i);
+    return loss;
+  };
+  return made;
+}
+
+struct Seen : Trained {
   int64_t most_on_device = 0, budget_waits = 0;
 };
 
 Seen train(int stage, at::ScalarType type, const storage::Placement& placement, int64_t leaving, bool slow) {
-  std::vector<at::Tensor> weights;
-  std::vector<ParamSpec> specs;
-  for (int i = 0; i < kWeights; ++i) {
-    weights.push_back(values(i, {kNumel}).to(type).set_requires_grad(true));
-    specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
-  }
   EngineOptions options;
   options.policy = stage_policy(stage);
   options.placements = {placement, placement, placement};
   options.reducer.bucket_numel = kNumel;
   options.swapping.leaving_rows = leaving;
-  const auto engine = engine_of(specs, options, {comm::thread_communicators(1)[0]});
-  use_adam(*engine);
-  const storage::ShardStorage& storage = *engine->params().storage();
+  TrainingRank rank(program(), type, options, mesh_over(comm::local_communicator()));
+  storage::ShardStorage& storage = *rank.engine->params().storage();
   Seen seen;
   for (int step = 0; step < 2; ++step) {
-    engine->params().storage()->settle();
+    storage.settle();
     if (slow) gate.close(storage);
-    at::Tensor loss = at::zeros({});
-    for (int i = 0; i < kWeights; ++i) {
-      const at::Tensor x = values(10 * step + i, {kNumel}).to(type);
-      loss = loss + at::tanh((weights[i] * x).to(at::kFloat)).square().sum();
-    }
-    run_backward(*engine, loss);
+    rank.accumulate(step, adam_inputs());
     if (slow) {
       EXPECT_GE(gate.writes, 2) << "nothing has been written slowly";
       // An error of a transfer for which nobody waits is seen by the next one.
       seen.most_on_device = std::max({seen.most_on_device, gate.most_on_device.load(), storage.usage()[0].staged});
       gate.of = nullptr;
     }
-    engine->step(adam_inputs());
+    rank.update(adam_inputs());
   }
-  engine->params().storage()->settle();
+  storage.settle();
   seen.budget_waits = storage.usage().budget_waits;
   EXPECT_EQ(storage.usage()[0].over_budget, 0);
-  for (const at::Tensor& weight : weights) seen.params.push_back(weight.detach().clone());
+  static_cast<Trained&>(seen) = rank.finish();
   return seen;
 }
 
@@ -122,9 +117,9 @@ TEST(LeavingGrads, AreAsManyRowsAsThereAreBuffers) {
     for (at::ScalarType type : {at::kBFloat16, at::kFloat}) {
       const Seen plain = train(stage, type, {}, 0, false);
       for (int64_t leaving : {1, 3}) {
-        const std::string what = "stage " + std::to_string(stage) + ", " + c10::toString(type);
+        const std::string what = words("stage", stage, type);
         const Seen seen = train(stage, type, slow, leaving, true);
-        expect_same(plain.params, seen.params, what);
+        expect_same(seen, plain, what, 1e-12);
         const int64_t row = kNumel * static_cast<int64_t>(c10::elementSize(type));
         EXPECT_GE(seen.most_on_device, leaving * row) << what;
         EXPECT_LE(seen.most_on_device, leaving * (row + 2 * 4096)) << what;

@@ -33,9 +33,8 @@ struct Case {
   OnSlices slices;
 
   std::string text() const {
-    std::string all;
-    for (int size : {world, pp, dp, sp, tp, expert, stage, static_cast<int>(slices)}) all += std::to_string(size) + " ";
-    return "world, pp, dp, sp, tp, experts, stage, slices: " + all;
+    return words("world", world, "pp", pp, "dp", dp, "sp", sp, "tp", tp, "experts", expert, "stage", stage, "slices",
+                 static_cast<int>(slices));
   }
 };
 
@@ -109,12 +108,10 @@ void compare(const Case& c, const Whole& whole, int rank, const comm::JobPtr& jo
   options.reducer.predivide = 1.0 / (c.dp * c.sp);
   const auto engine = engine_of(specs, options, meshed);
   use_adam(*engine);
-  engine->backward().begin(true);
   at::Tensor loss = at::zeros({});
   for (size_t i = 0; i < specs.size(); ++i)
     loss = loss + (specs[i].tensor * weight(seeds[i])).sum() * (specs[i].rule == "experts" ? scale : 1.0);
-  loss.backward();
-  engine->backward().end();
+  run_backward(*engine, loss);
   EXPECT_NEAR(engine->step(adam_inputs(kMaxNorm)).norm, whole.norm, 1e-6 * whole.norm) << c.text() << "rank " << rank;
   for (size_t i = 0; i < specs.size(); ++i) {
     const double gap = (specs[i].tensor.detach() - whole.params.at(seeds[i])).abs().max().item<double>();

@@ -8,12 +8,8 @@
 
 #include "../error_of.h"
 #include "../io/folder.h"
-#include "../on_threads.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
 #include "io/file_error.h"
-#include "plain_adamw.h"
-#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 
@@ -31,122 +27,58 @@ struct Case {
   int micro_steps = 1;
   Placements placements{};
   ParamOffload offload{};
-  int64_t bucket = 20;
   bool trains = true;
   std::shared_ptr<io::Files> files{};
 };
 
-struct Result {
-  std::vector<at::Tensor> params, masters;
-  std::vector<double> norms;
-  storage::Usage usage;
-  storage::ScratchUsage copies;
+struct Result : Trained {
   std::string files;
 };
 
-// Weight 4 is frozen. In step 2 gradients are not finite.
-at::Tensor loss_of(const std::vector<at::Tensor>& weights, int step, int rank, int part) {
-  at::Tensor loss = at::zeros({});
-  for (int i = 0; i < kWeights; ++i) {
-    if (i == 1 && step == 1) continue;
-    const at::Tensor x = values(100 * step + 10 * rank + part + i, weights[i].sizes()).to(weights[i].scalar_type());
-    loss = loss + at::tanh((weights[i] * x).to(at::kFloat)).square().sum();
-  }
-  return step == 2 ? loss * INFINITY : loss;
+double factor_of(int step) { return step == 2 ? INFINITY : 1.0; }  // gradients of step 2 are not finite
+
+// The last weight is frozen, or all are.
+TrainingRank make_rank(const Case& c, const comm::ProcessMeshPtr& mesh) {
+  Program program = small_program(kWeights, factor_of, /*alike=*/true);
+  program.trained = c.trains ? kWeights - 1 : 0;
+  program.each_alone = true;
+  EngineOptions options = small_options(3);
+  options.placements = c.placements;
+  options.param_offload = c.offload;
+  options.param_offload.rank = mesh->rank({"dp"});
+  options.files.files = c.files;
+  return {program, c.type, options, mesh};
 }
 
-struct Rank {
-  std::vector<at::Tensor> weights;
-  std::shared_ptr<Engine> engine;
-  std::vector<int32_t> units;
-
-  Rank(const Case& c, const comm::CommunicatorPtr& ranks, int number) {
-    std::vector<ParamSpec> specs;
-    std::vector<ShardedParamPtr> others;
-    for (int i = 0; i < kWeights; ++i) {
-      const bool frozen = i == 4 || !c.trains;
-      weights.push_back(values(i, {4 + i, 3}).to(c.type).set_requires_grad(!frozen));
-      auto sharded = std::make_shared<ShardedParam>(weights[i], "w" + std::to_string(i), ranks->size(), ranks->rank());
-      sharded->id = 70 + i;
-      if (frozen) {
-        others.push_back(sharded);
-      } else {
-        specs.push_back({weights[i], sharded->name(), 0, i});
-        specs.back().sharded = sharded;
-      }
-    }
-    EngineOptions options;
-    options.policy = stage_policy(3);
-    options.placements = c.placements;
-    options.param_offload = c.offload;
-    options.param_offload.rank = number;
-    options.files.files = c.files;
-    options.reducer.bucket_numel = c.bucket;
-    options.reducer.predivide = 1.0 / ranks->size();
-    options.gatherer.persistence_numel = 13;
-    engine = engine_of(specs, options, mesh_over(ranks), others);
-    if (c.trains) use_adam(*engine);
-    const auto all = engine->params().sharded_params();
-    for (int i = 0; i < kWeights; ++i) units.push_back(engine->gatherer()->add_unit("unit", {all[i]}));
-  }
-
-  void forward(bool ends = false) {
-    ParamGatherer& gatherer = *engine->gatherer();
-    gatherer.begin_forward();
-    for (int32_t unit : units) gatherer.enter(unit, {});
-    if (ends) gatherer.end_forward({});
-  }
-
-  void step(const Case& c, int step, int rank, Result& result) {
-    ParamGatherer& gatherer = *engine->gatherer();
-    const float scale = c.type == at::kHalf ? 8.0f : 1.0f;
-    for (int part = 0; part < c.micro_steps; ++part) {
-      forward();
-      const at::Tensor loss = loss_of(weights, step, rank, part) / c.micro_steps;
-      for (auto unit = units.rbegin(); unit != units.rend(); ++unit) gatherer.leave(*unit, {loss});
-      gatherer.end_forward({loss});
-      run_backward(*engine, loss * static_cast<double>(scale));
-    }
-    StepInputs inputs = adam_inputs(0.5f, true);
-    inputs.loss_scale = scale;
-    const StepReport report = engine->step(inputs);
-    EXPECT_EQ(report.skipped, step == 2);
-    result.norms.push_back(report.norm);
-    if (report.skipped) engine->backward().clear_grads();
-  }
-};
-
-void on_ranks(const Case& c, const std::function<void(const comm::CommunicatorPtr&, int)>& body) {
-  const auto comms = comm::thread_communicators(c.world, c.peers);
-  on_threads(c.world, [&](int rank) { body(comms[rank], rank); });
+void make_step(const Case& c, TrainingRank& rank, int step) {
+  StepInputs inputs = adam_inputs(0.5f, true);
+  inputs.loss_scale = c.type == at::kHalf ? 8.0f : 1.0f;
+  const StepReport report = rank.step(step, inputs, c.micro_steps);
+  EXPECT_EQ(report.skipped, step == 2);
+  if (report.skipped) rank.engine->backward().clear_grads();
 }
 
 std::vector<Result> train(const Case& c, const std::string& folder = "") {
-  std::vector<Result> results(c.world);
-  on_ranks(c, [&](const comm::CommunicatorPtr& ranks, int rank) {
-    Result& result = results[rank];
-    Rank own(c, ranks, rank);
-    for (int step = 0; step < kSteps && c.trains; ++step) own.step(c, step, rank, result);
-    own.forward();
-    for (size_t i = 0; i < own.weights.size(); ++i) {
-      result.params.push_back(own.weights[i].detach().clone());
-      if (i + 1 < own.weights.size() && c.trains)
-        result.masters.push_back(own.engine->states().full(StateKind::kMaster, 0, i));
-    }
-    own.engine->gatherer()->abandon_forward();
-    own.engine->params().storage()->settle();
-    result.usage = own.engine->params().storage()->usage();
-    if (!folder.empty()) {
-      const std::string type = c.type == at::kFloat ? "float32" : c.type == at::kHalf ? "float16" : "bfloat16";
-      std::vector<std::string> names;
-      for (const auto& entry :
-           std::filesystem::directory_iterator(folder + "/" + type + "params/rank" + std::to_string(rank)))
-        names.push_back(entry.path().filename());
-      std::sort(names.begin(), names.end());
-      for (const std::string& name : names) result.files += name + " ";
-    }
-  });
-  return results;
+  return train_on<Result>(
+      c.world,
+      [&](const comm::ProcessMeshPtr& mesh) {
+        TrainingRank own = make_rank(c, mesh);
+        for (int step = 0; step < kSteps; ++step) make_step(c, own, step);
+        Result result{own.finish(), ""};
+        own.engine->gatherer()->abandon_forward();
+        own.engine->params().storage()->settle();
+        result.usage = own.engine->params().storage()->usage();
+        if (folder.empty()) return result;
+        const std::string type = c.type == at::kFloat ? "float32" : c.type == at::kHalf ? "float16" : "bfloat16";
+        std::vector<std::string> names;
+        for (const auto& entry :
+             std::filesystem::directory_iterator(folder + "/" + type + "params/rank" + std::to_string(own.rank)))
+          names.push_back(entry.path().filename());
+        std::sort(names.begin(), names.end());
+        for (const std::string& name : names) result.files += name + " ";
+        return result;
+      },
+      c.peers);
 }
 
 storage::Placement at_rest(Medium medium, const std::string& folder = "") {
@@ -162,15 +94,9 @@ void compare(Case c, const std::string& folder = "") {
   c.placements = {};
   const std::vector<Result> here = train(c);
   for (int rank = 0; rank < c.world; ++rank) {
-    const std::string what = "rank " + std::to_string(rank) + " of " + std::to_string(c.world) + ", " +
-                             c10::toString(c.type) + (c.peers ? "" : ", collectives") + ", micro-steps " +
-                             std::to_string(c.micro_steps);
-    expect_same(here[rank].params, there[rank].params, what + ", parameter");
-    expect_same(here[rank].masters, there[rank].masters, what + ", master");
-    for (size_t step = 0; step < here[rank].norms.size(); ++step)
-      if (step != 2) {
-        EXPECT_NEAR(here[rank].norms[step], there[rank].norms[step], 1e-12) << what;
-      }
+    const std::string what =
+        words("rank", rank, "of", c.world, c.type, c.peers ? "" : "collectives", c.micro_steps, "micro-steps");
+    expect_same(there[rank], here[rank], what, 1e-12);
     EXPECT_EQ(there[rank].usage.leases, here[rank].usage.leases) << what;
     EXPECT_EQ(there[rank].usage[1].resting > 0, folder.empty()) << what;
     EXPECT_EQ(there[rank].usage[2].resting > 0, !folder.empty()) << what;
@@ -234,16 +160,17 @@ TEST(ParamOffload, InferenceWithoutAnOptimizer) {
     c.trains = false;
     c.offload.host_numel = 0;
     c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
-    on_ranks(c, [&](const comm::CommunicatorPtr& ranks, int rank) {
-      Rank own(c, ranks, rank);
+    train_on<int>(world, [&](const comm::ProcessMeshPtr& mesh) {
+      TrainingRank own = make_rank(c, mesh);
       EXPECT_EQ(own.engine->params().storage()->usage()[0].resting, 0);
       for (int round = 0; round < 3; ++round) {
-        own.forward();
+        own.gather();
         for (int i = 0; i < kWeights; ++i)
           EXPECT_TRUE(at::equal(own.weights[i], values(i, {4 + i, 3}).to(c.type))) << i;
         own.engine->gatherer()->end_forward({});
       }
       EXPECT_GT(own.engine->params().storage()->usage().prefetch_hits, 0);
+      return 0;
     });
   }
 }
@@ -279,7 +206,7 @@ TEST(ParamOffload, BuffersAreACeilingAndNoneMayBeSmallerThanAParameter) {
   EXPECT_LE(there[0].usage[1].peak, 3 * 2 * 4096);  // and nothing else is on the host
   EXPECT_EQ(there[0].usage[1].over_budget, 0);
   c.offload.buffer_numel = 31;
-  const std::string complaint = error_of([&] { Rank(c, comm::thread_communicators(1)[0], 0); });
+  const std::string complaint = error_of([&] { make_rank(c, mesh_over(comm::local_communicator())); });
   EXPECT_TRUE(says(complaint, "buffer_size is 31 elements"));
   EXPECT_TRUE(says(complaint, "needs 32: set it to at least 32"));
   EXPECT_EQ(disk.entries(), 0u);
@@ -291,12 +218,11 @@ TEST(ParamOffload, ParametersOutliveTheirEngineInTheirFiles) {
   Case c{1, at::kBFloat16};
   c.offload.host_numel = 0;
   c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
-  const auto ranks = comm::thread_communicators(1);
-  auto own = std::make_unique<Rank>(c, ranks[0], 0);
-  const auto params = own->engine->params().sharded_params();
-  const std::shared_ptr<storage::ShardStorage> storage = own->engine->params().storage();
-  own->engine->release();
-  own->engine.reset();
+  TrainingRank own = make_rank(c, mesh_over(comm::local_communicator()));
+  const auto params = own.engine->params().sharded_params();
+  const std::shared_ptr<storage::ShardStorage> storage = own.engine->params().storage();
+  own.engine->release();
+  own.engine.reset();
   EXPECT_EQ(storage->usage()[0].resting, 0);
   EXPECT_GT(storage->usage()[2].resting, 0);
   const at::Tensor slice = params[0]->slice(storage::Access::kRead).data().clone();
@@ -310,22 +236,20 @@ TEST(ParamOffload, AFaultOfOneRankIsAnErrorOfAll) {
     Case c{3, at::kBFloat16};
     c.offload.host_numel = 0;
     c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
-    std::vector<std::string> errors(c.world);
     const auto begin = std::chrono::steady_clock::now();
-    on_ranks(c, [&](const comm::CommunicatorPtr& ranks, int rank) {
+    const auto errors = train_on<std::string>(c.world, [&](const comm::ProcessMeshPtr& mesh) {
       Case own_case = c;
       own_case.files = std::make_shared<io::Files>();
-      Rank own(own_case, ranks, rank);
+      TrainingRank own = make_rank(own_case, mesh);
       own.engine->params().storage()->settle();
-      ranks->barrier();
-      if (rank == 1 && order.find(':') != std::string::npos) own_case.files->inject(order);
+      own.engine->params().everyone().shard->barrier();
+      if (own.rank == 1 && order.find(':') != std::string::npos) own_case.files->inject(order);
       for (const auto& entry : std::filesystem::directory_iterator(disk / "zero_stage_3/bfloat16params/rank1")) {
-        if (rank == 1 && order == "gone") std::filesystem::remove(entry.path());
-        if (rank == 1 && order == "cut") std::filesystem::resize_file(entry.path(), 3);
+        if (own.rank == 1 && order == "gone") std::filesystem::remove(entry.path());
+        if (own.rank == 1 && order == "cut") std::filesystem::resize_file(entry.path(), 3);
       }
-      Result result;
-      errors[rank] = failure_of([&] {
-        for (int step = 0; step < 2; ++step) own.step(c, step, rank, result);
+      return failure_of([&] {
+        for (int step = 0; step < 2; ++step) make_step(c, own, step);
       });
     });
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;

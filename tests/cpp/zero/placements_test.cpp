@@ -13,9 +13,7 @@
 #include "../every_case.h"
 #include "../storage/planes.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
-#include "plain_adamw.h"
-#include "training_rank.h"
+#include "trained_ranks.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -34,53 +32,30 @@ struct Case {
   int64_t bucket = 20;
 };
 
-struct Trained : TrainedWeights {
-  storage::Usage usage;
-};
+double factor_of(int step) { return step == 3 ? INFINITY : 1.0; }  // gradients of step 3 are not finite
 
-Trained train_rank(const Case& c, const Placements& placements, const storage::Budget& budget,
-                   const comm::CommunicatorPtr& ranks) {
-  EngineOptions options;
-  options.policy = stage_policy(c.stage);
+std::vector<Trained> train(const Case& c, const Placements& placements, const storage::Budget& budget = {}) {
+  EngineOptions options = small_options(c.stage);
   options.placements = placements;
   options.budget = budget;
   options.grad_dtype = c.grad_dtype;
-  TrainingRank rank(kWeights, c.type, c.rule, options, c.bucket, ranks);
-  Engine& engine = *rank.engine;
-  for (int step = 0; step < kSteps; ++step) {
-    const double factor = step == 3 ? INFINITY : 1.0;  // gradients that are not finite
-    for (int part = 0; part < kMicroSteps; ++part)
-      rank.backward(rank.forward(step, part, factor) / kMicroSteps, part + 1 == kMicroSteps);
-    StepInputs inputs = adam_inputs(0.5f, true);
-    inputs.hyper = {rank.hyper(0.05)};
-    const StepReport report = engine.step(inputs);
-    EXPECT_EQ(report.skipped, step == 3) << c.name;
-    rank.trained.norms.push_back(report.norm);
-    if (report.skipped) engine.backward().clear_grads();
-  }
-  Trained result{rank.finish(), {}};
-  engine.params().storage()->settle();
-  result.usage = engine.params().storage()->usage();
-  return result;
-}
-
-std::vector<Trained> train(const Case& c, const Placements& placements, const storage::Budget& budget = {}) {
-  const auto comms = comm::thread_communicators(c.world);
-  return on_ranks<Trained>(c.world, [&](int rank) { return train_rank(c, placements, budget, comms[rank]); });
+  options.reducer.bucket_numel = c.bucket;
+  return train_on(c.world, [&](const comm::ProcessMeshPtr& mesh) {
+    TrainingRank rank(small_program(kWeights, factor_of), c.type, options, mesh, c.rule);
+    for (int step = 0; step < kSteps; ++step) {
+      const StepReport report = rank.step(step, rank.inputs(0.5f, true, 0.05), kMicroSteps);
+      EXPECT_EQ(report.skipped, step == 3) << c.name;
+      if (report.skipped) rank.engine->backward().clear_grads();
+    }
+    return rank.finish();
+  });
 }
 
 void compare(const Case& c, const Placements& placements, bool norms_too = true) {
   const std::vector<Trained> here = train(c, {}), there = train(c, placements);
   for (int rank = 0; rank < c.world; ++rank) {
-    const std::string what = c.name + ", stage " + std::to_string(c.stage) + ", rank " + std::to_string(rank) + " of " +
-                             std::to_string(c.world) + ", " + c.rule;
-    for (int step = 0; step < kSteps; ++step) {
-      if (step == 3) continue;
-      EXPECT_NEAR(here[rank].norms[step], there[rank].norms[step], norms_too ? 0.0 : 1e-12) << what;
-    }
-    expect_same(here[rank].params, there[rank].params, what + ", parameter");
-    expect_same(here[rank].masters, there[rank].masters, what + ", master");
-    expect_same(here[rank].slots, there[rank].slots, what + ", slot");
+    const std::string what = words(c.name, "stage", c.stage, "rank", rank, "of", c.world, c.rule, c.type);
+    expect_same(there[rank], here[rank], what, norms_too ? 0.0 : 1e-12);
     EXPECT_EQ(here[rank].usage[1].resting + here[rank].usage[2].resting, 0);
     EXPECT_GT(there[rank].usage[1].resting + there[rank].usage[2].resting, 0) << what;
     EXPECT_EQ(there[rank].usage.leases, c.stage == 3 ? kWeights : 0) << what;  // what is gathered

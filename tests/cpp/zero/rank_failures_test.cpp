@@ -42,12 +42,8 @@ std::vector<std::string> errors_of(const std::string& strategy, int stage, const
     std::filesystem::create_directory(options.placements.master.folder);
     options.files.files = std::make_shared<io::Files>();
     std::vector<at::Tensor> weights;
-    std::vector<ParamSpec> specs;
-    for (int i = 0; i < 5; ++i) {
-      weights.push_back(values(i, {60 + i, 6}).set_requires_grad(true));
-      specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
-    }
-    auto engine = engine_of(specs, options, {comms[rank]});
+    for (int i = 0; i < 5; ++i) weights.push_back(values(i, {60 + i, 6}).set_requires_grad(true));
+    auto engine = engine_of(specs_of(weights), options, {comms[rank]});
     use_adam(*engine);
     comms[rank]->barrier();
     try {
@@ -55,11 +51,9 @@ std::vector<std::string> errors_of(const std::string& strategy, int stage, const
         if (rank == 1 && step == from) options.files.files->inject(order);
         const StepInputs inputs = adam_inputs(0.0f);
         engine->expect(inputs);
-        engine->backward().begin(true);
         at::Tensor loss = at::zeros({});
         for (const at::Tensor& weight : weights) loss = loss + weight.square().sum() * (step + rank + 1);
-        loss.backward();
-        engine->backward().end();
+        run_backward(*engine, loss);
         if (clears && step >= from) engine->clear_grads();
         engine->step(inputs);
       }

@@ -10,26 +10,23 @@
 #include "../on_threads.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
-#include "small_engine.h"
+#include "trained_ranks.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
 namespace {
 
 // The gradient of one weight after `backwards` reducing backwards, each with the gradient `step + rank + 1`.
-at::Tensor reduced(int stage, int backwards, double before, double after, const comm::CommunicatorPtr& ranks) {
+at::Tensor reduced(int stage, int backwards, double before, double after, const comm::ProcessMeshPtr& mesh) {
   at::Tensor weight = at::ones({40}).set_requires_grad(true);
   EngineOptions options;
   options.policy = stage_policy(stage);
   options.reducer.predivide = before;
   options.reducer.postscale = after;
   options.gatherer.persistence_numel = 1 << 20;
-  ParamSpec spec{weight, "weight", 0, 0};
-  const int rank = ranks->rank();
-  if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", ranks->size(), rank);
-  auto engine = engine_of({spec}, options, ranks);
+  auto engine = engine_of({{weight, "weight", 0, 0}}, options, mesh);
   for (int step = 0; step < backwards; ++step) {
-    run_backward(*engine, (weight * static_cast<double>(step + rank + 1)).sum());
+    run_backward(*engine, (weight * static_cast<double>(step + mesh->rank({"dp"}) + 1)).sum());
   }
   engine->backward().finish();
   return engine->states().full(StateKind::kGrad, 0, 0);
@@ -37,7 +34,7 @@ at::Tensor reduced(int stage, int backwards, double before, double after, const 
 
 TEST(Reduction, OneRankDividesNothing) {
   for (int stage : {0, 1, 2, 3}) {
-    const comm::CommunicatorPtr alone = comm::local_communicator();
+    const comm::ProcessMeshPtr alone = mesh_over(comm::local_communicator());
     EXPECT_TRUE(at::equal(reduced(stage, 1, 0.25, 4.0, alone), at::ones({40}))) << "stage " << stage;
     EXPECT_TRUE(at::equal(reduced(stage, 2, 0.25, 4.0, alone), at::ones({40}) * 3)) << "stage " << stage;
   }
@@ -48,13 +45,14 @@ TEST(Reduction, ASecondOneAddsToTheFirst) {
   constexpr int kWorld = 4;
   for (int stage : {0, 1, 2}) {
     for (const auto& [before, after] : {std::pair(0.25, 1.0), std::pair(0.5, 0.5), std::pair(1.0, 1.0)}) {
-      const auto comms = comm::thread_communicators(kWorld);
-      on_threads(kWorld, [&, before = before, after = after](int rank) {
-        const at::Tensor found = reduced(stage, 2, before, after, {comms[rank]});
-        const double sum = (1 + 2 + 3 + 4) + (2 + 3 + 4 + 5);
-        EXPECT_TRUE(at::allclose(found, at::ones({40}) * (sum * before * after)))
-            << "stage " << stage << " before " << before << " after " << after << ": " << found[0].item<float>();
+      const auto found = train_on<at::Tensor>(kWorld, [&, before = before, after = after](const auto& mesh) {
+        return reduced(stage, 2, before, after, mesh);
       });
+      const double sum = (1 + 2 + 3 + 4) + (2 + 3 + 4 + 5);
+      const at::Tensor expected = at::ones({40}) * (sum * before * after);
+      for (const at::Tensor& one : found)
+        EXPECT_TRUE(at::allclose(one, expected))
+            << "stage " << stage << " before " << before << " after " << after << ": " << one[0].item<float>();
     }
   }
 }
@@ -71,12 +69,8 @@ TEST(Reduction, NoBucketWaitsForParametersThatAreLeftOut) {
       options.reducer.bucket_numel = 40;
       options.reducer.predivide = 0.5;
       std::vector<at::Tensor> weights;
-      std::vector<ParamSpec> specs;
-      for (int number = 0; number < 6; ++number) {
-        weights.push_back(at::ones({40}).set_requires_grad(true));
-        specs.push_back({weights.back(), "weight" + std::to_string(number), 0, number});
-      }
-      auto engine = engine_of(specs, options, {comms[rank]});
+      for (int number = 0; number < 6; ++number) weights.push_back(at::ones({40}).set_requires_grad(true));
+      auto engine = engine_of(specs_of(weights), options, {comms[rank]});
       const auto overlapped = [&](const std::vector<int>& without) {
         at::Tensor loss = at::zeros({});
         for (int number = 0; number < 6; ++number)
@@ -110,12 +104,9 @@ TEST(Reduction, KeepsMemoryForAFewBucketsAndNotForAllSizes) {
     options.policy = stage_policy(2);
     options.reducer.bucket_numel = 1;  // each weight has its own
     std::vector<at::Tensor> weights;
-    std::vector<ParamSpec> specs;
-    for (int number = 0; number < kWeights; ++number) {
+    for (int number = 0; number < kWeights; ++number)
       weights.push_back(at::ones({1024 * (1 + number * 7 % kWeights)}).set_requires_grad(true));
-      specs.push_back({weights.back(), "weight" + std::to_string(number), 0, number});
-    }
-    const auto engine = engine_of(specs, options, {comms[rank]});
+    const auto engine = engine_of(specs_of(weights), options, {comms[rank]});
     const WireBuffers& memory = engine->grads().memory();
     int64_t kept = 0;
     for (int step = 0; step < 4; ++step) {

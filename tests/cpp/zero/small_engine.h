@@ -23,9 +23,23 @@ inline comm::ProcessMeshPtr mesh_over(const comm::CommunicatorPtr& reductions,
                                              std::make_shared<comm::Job>(reductions->rank(), reductions->size(), open));
 }
 
-// All parameters are trained, but for `others`.
+// Parameters with names of their own, in the order of `tensors`.
+inline std::vector<ParamSpec> specs_of(const std::vector<at::Tensor>& tensors, int groups = 1) {
+  std::vector<ParamSpec> specs;
+  for (const at::Tensor& tensor : tensors) {
+    const auto i = static_cast<int32_t>(specs.size());
+    specs.push_back({tensor, "w" + std::to_string(i), i % groups, i});
+  }
+  return specs;
+}
+
+// All parameters are trained, but for `others`. Those that the stage shards are cut here, unless the test has cut them.
 inline std::shared_ptr<Engine> engine_of(std::vector<ParamSpec> specs, const EngineOptions& options,
                                          const comm::ProcessMeshPtr& mesh, std::vector<ShardedParamPtr> others = {}) {
+  const plan::Axes same = plan::same_weights();
+  for (ParamSpec& spec : specs)
+    if (options.policy.shards_params() && !spec.sharded)
+      spec.sharded = std::make_shared<ShardedParam>(spec.tensor, spec.name, mesh->size(same), mesh->rank(same));
   const auto spaces = std::make_shared<MeshSpaces>(mesh, options.policy, specs, others);
   return std::make_shared<Engine>(std::move(specs), std::move(others), options, spaces);
 }

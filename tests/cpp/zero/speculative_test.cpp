@@ -10,11 +10,8 @@
 
 #include "../storage/planes.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
-#include "plain_adamw.h"
-#include "small_engine.h"
-#include "training_rank.h"
 #include "storage/tier.h"
+#include "trained_ranks.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -37,54 +34,29 @@ struct Case {
   bool disturb = true;  // reads, aborted backwards, changed hyperparameters, changed gradients
 };
 
-struct Trained : TrainedWeights {
-  std::map<std::string, double> figures;
-};
-
 // Steps 0, 1 and 2 need no clipping, 3 does; 5 is not finite.
 double factor_of(int step) { return step == 5 ? INFINITY : step % 4 == 3 ? 1000.0 : 1e-3; }
 
-Trained train_rank(const Case& c, const comm::CommunicatorPtr& ranks) {
-  EngineOptions options;
-  options.policy = stage_policy(c.stage);
+std::vector<Trained> train(const Case& c) {
+  EngineOptions options = small_options(c.stage);
   options.placements = c.placements;
   options.budget = c.budget;
   options.strategy = c.strategy;
-  TrainingRank rank(kWeights, c.type, c.rule, options, c.bucket, ranks);
-  Engine& engine = *rank.engine;
-  for (int step = 0; step < c.steps; ++step) {
-    StepInputs inputs;
-    inputs.max_norm = 0.5f;
-    inputs.check = c.check;
-    inputs.loss_scale = c.type == at::kHalf ? 8.0f : 1.0f;
-    inputs.hyper = {rank.hyper(0.05 / (1 + step))};
-    for (int part = 0; part < c.micro_steps; ++part) {
-      const bool last = part + 1 == c.micro_steps;
-      const at::Tensor loss =
-          rank.forward(step, part, factor_of(step)) / c.micro_steps * static_cast<double>(inputs.loss_scale);
-      if (last) engine.strategy().expect(inputs);
-      rank.backward(loss, last);
+  options.reducer.bucket_numel = c.bucket;
+  return train_on(c.world, [&](const comm::ProcessMeshPtr& mesh) {
+    TrainingRank rank(small_program(kWeights, factor_of), c.type, options, mesh, c.rule);
+    for (int step = 0; step < c.steps; ++step) {
+      StepInputs inputs = rank.inputs(0.5f, c.check, 0.05 / (1 + step));
+      inputs.loss_scale = c.type == at::kHalf ? 8.0f : 1.0f;
+      rank.accumulate(step, inputs, c.micro_steps);
+      if (c.disturb && step == 6) inputs.hyper[0][0] *= 0.5;  // after the guess
+      if (c.disturb && step == 2) rank.engine->states().full(StateKind::kMaster, 0, 2);
+      if (c.disturb && step == 7)
+        rank.engine->states().set_full(StateKind::kGrad, 0, 0, values(77, rank.weights[0].sizes()) * 1e-3);
+      EXPECT_EQ(rank.update(inputs).skipped, c.check && step == 5);
     }
-    if (c.disturb && step == 6) inputs.hyper[0][0] *= 0.5;  // after the guess
-    if (c.disturb && step == 2) engine.states().full(StateKind::kMaster, 0, 2);
-    if (c.disturb && step == 7)
-      engine.states().set_full(StateKind::kGrad, 0, 0, values(77, rank.weights[0].sizes()) * 1e-3);
-    const StepReport report = engine.step(inputs);
-    EXPECT_EQ(report.skipped, c.check && step == 5);
-    rank.trained.norms.push_back(report.norm);
-  }
-  return {rank.finish(), engine.strategy().figures()};
-}
-
-std::vector<Trained> train(const Case& c) {
-  const auto comms = comm::thread_communicators(c.world);
-  return on_ranks<Trained>(c.world, [&](int rank) { return train_rank(c, comms[rank]); });
-}
-
-void expect_alike(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b, const std::string& what) {
-  ASSERT_EQ(a.size(), b.size()) << what;
-  for (size_t i = 0; i < a.size(); ++i)
-    EXPECT_TRUE((a[i].eq(b[i]) | (a[i].isnan() & b[i].isnan())).all().item<bool>()) << what << " " << i;
+    return rank.finish();
+  });
 }
 
 // Returns the figures of all ranks together.
@@ -98,16 +70,9 @@ std::map<std::string, double> compare(Case c) {
   const std::vector<Trained> plain = train(c);
   std::map<std::string, double> all;
   for (int rank = 0; rank < c.world; ++rank) {
-    const std::string what = "stage " + std::to_string(c.stage) + ", rank " + std::to_string(rank) + " of " +
-                             std::to_string(c.world) + ", " + c.rule + ", " + c10::toString(c.type) + ", " +
-                             std::to_string(c.micro_steps) + " micro-steps";
-    for (size_t step = 0; step < plain[rank].norms.size(); ++step) {
-      if (step == 5 || (!c.check && step > 5)) continue;
-      EXPECT_EQ(ahead[rank].norms[step], plain[rank].norms[step]) << what << " " << step;
-    }
-    expect_alike(ahead[rank].params, plain[rank].params, what + ", parameter");
-    expect_alike(ahead[rank].masters, plain[rank].masters, what + ", master");
-    expect_alike(ahead[rank].slots, plain[rank].slots, what + ", slot");
+    const std::string what =
+        words("stage", c.stage, "rank", rank, "of", c.world, c.rule, c.type, c.micro_steps, "micro-steps");
+    expect_same(ahead[rank], plain[rank], what, 0, /*nan=*/!c.check);
     for (const auto& [name, value] : ahead[rank].figures) all[name] += value;
   }
   return all;
@@ -179,7 +144,7 @@ struct One {
     options.placements = placements;
     options.strategy = "speculative";
     options.reducer.bucket_numel = 1;
-    engine = engine_of({{weight, "w", 0, 0}, {second, "v", 0, 1}}, options, {comm::thread_communicators(1)[0]});
+    engine = engine_of({{weight, "w", 0, 0}, {second, "v", 0, 1}}, options);
     use_adam(*engine);
   }
   void backward(double factor = 1e-3) {

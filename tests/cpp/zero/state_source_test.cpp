@@ -24,11 +24,8 @@ TEST(StateSource, BringsRowsAsTheyAreWritten) {
   constexpr int kWeights = 12;
   constexpr int64_t kNumel = 3001;  // padded to a multiple of 64
   std::vector<at::Tensor> weights;
-  std::vector<ParamSpec> specs;
-  for (int i = 0; i < kWeights; ++i) {
+  for (int i = 0; i < kWeights; ++i)
     weights.push_back((at::arange(kNumel, at::kFloat) + i * kNumel).to(at::kBFloat16).set_requires_grad(true));
-    specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
-  }
   EngineOptions options;
   options.policy = stage_policy(2);
   const storage::Placement file = at_rest(storage::Medium::kFile, folder.path());
@@ -36,7 +33,7 @@ TEST(StateSource, BringsRowsAsTheyAreWritten) {
   options.reducer.bucket_numel = 4 * kNumel;  // several pieces in a row
   options.swapping.buffer_count = 4;
   options.swapping.reads_ahead = options.swapping.writes_behind = false;
-  const auto engine = engine_of(specs, options, {comm::thread_communicators(1)[0]});
+  const auto engine = engine_of(specs_of(weights), options);
   use_adam(*engine);
   GroupCut cut(engine->params(), engine->states(), 0);
   for (const StateKind kind : {StateKind::kMaster, StateKind::kSlot}) {
@@ -162,10 +159,8 @@ TEST(StateSource, SavesOfSeveralRanksHoldAFewRows) {
   const io::Folder folder;
   const auto comms = comm::thread_communicators(kWorld);
   on_ranks<int>(kWorld, [&](int rank) {
-    std::vector<ParamSpec> specs;
-    for (int i = 0; i < kWeights; ++i)
-      specs.push_back(
-          {values(i, {kNumel}, at::kFloat).to(at::kBFloat16).set_requires_grad(true), "w" + std::to_string(i), 0, i});
+    std::vector<at::Tensor> weights;
+    for (int i = 0; i < kWeights; ++i) weights.push_back(values(i, {kNumel}).to(at::kBFloat16).set_requires_grad(true));
     EngineOptions options;
     options.policy = stage_policy(2);
     const storage::Placement file = at_rest(storage::Medium::kFile, folder / ("rank" + std::to_string(rank)));
@@ -174,7 +169,7 @@ TEST(StateSource, SavesOfSeveralRanksHoldAFewRows) {
     options.reducer.bucket_numel = 2 * kNumel;
     options.swapping.buffer_count = 1;
     options.swapping.reads_ahead = options.swapping.writes_behind = false;
-    const auto engine = engine_of(specs, options, {comms[rank]});
+    const auto engine = engine_of(specs_of(weights), options, {comms[rank]});
     const int64_t plane = kWeights * kNumel / kWorld * 4;
     GroupCut cut(engine->params(), engine->states(), 0);
     const auto source = cut.source(engine, StateKind::kMaster, 0, cut.owned());

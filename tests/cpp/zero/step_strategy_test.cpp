@@ -7,11 +7,8 @@
 #include <gtest/gtest.h>
 
 #include "../error_of.h"
-#include "../on_threads.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
-#include "plain_adamw.h"
-#include "small_engine.h"
+#include "trained_ranks.h"
 
 namespace ds::zero {
 namespace {
@@ -83,37 +80,35 @@ const StrategyRegistration registration("test odd extents later",
 constexpr int kParams = 5, kSteps = 6;
 constexpr double kMaxNorm = 0.5;
 
-std::vector<at::Tensor> parameters() {
-  std::vector<at::Tensor> made;
-  for (int i = 0; i < kParams; ++i) made.push_back(at::sin(at::arange(7 + 61 * i, at::kFloat)).set_requires_grad(true));
-  return made;
-}
-
 // Independent of the weights, so that what is updated when changes no gradient. The fourth is unused in some steps.
 at::Tensor gradient(int param, int step) { return at::cos(at::arange(7 + 61 * param, at::kFloat) * (0.3 + step)); }
 bool uses(int param, int step) { return param != 3 || step % 4 != 1; }
 
+Program program() {
+  Program made;
+  for (int i = 0; i < kParams; ++i) made.begin.push_back(at::sin(at::arange(7 + 61 * i, at::kFloat)));
+  made.loss = [](const std::vector<at::Tensor>& weights, int step, int rank, int part) {
+    at::Tensor loss = at::zeros({});
+    for (int i = 0; i < kParams; ++i)
+      if (uses(i, step)) loss = loss + (weights[i] * gradient(i, step)).sum();
+    return loss;
+  };
+  return made;
+}
+
 // Every element updated at once, and every element updated in each second step by the sum.
 std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> plain_runs() {
   at::NoGradGuard no_grad;
-  auto at_once = parameters(), later = parameters();
+  auto at_once = program().begin, later = program().begin;
   PlainAdamW first, second;
   std::vector<at::Tensor> sums(kParams);
   for (int step = 0; step < kSteps; ++step) {
     std::vector<at::Tensor> grads(kParams);
-    double squares = 0;
-    for (int i = 0; i < kParams; ++i) {
-      if (!uses(i, step)) continue;
-      grads[i] = gradient(i, step);
-      squares += grads[i].to(at::kDouble).square().sum().item<double>();
-    }
-    const double clip = std::min(1.0, kMaxNorm / (std::sqrt(squares) + 1e-6));
-    for (int i = 0; i < kParams; ++i) {
-      if (!grads[i].defined()) continue;
-      grads[i] = grads[i] * clip;
-      sums[i] = sums[i].defined() ? sums[i] + grads[i] : grads[i];
-    }
-    first.step(at_once, grads, 0.0);
+    for (int i = 0; i < kParams; ++i)
+      if (uses(i, step)) grads[i] = gradient(i, step);
+    const double clip = std::min(1.0, kMaxNorm / (first.step(at_once, grads, kMaxNorm) + 1e-6));
+    for (int i = 0; i < kParams; ++i)
+      if (uses(i, step)) sums[i] = sums[i].defined() ? sums[i] + grads[i] * clip : grads[i] * clip;
     if ((step + 1) % kInterval != 0) continue;
     second.step(later, sums, 0.0);
     sums.assign(kParams, at::Tensor());
@@ -125,57 +120,38 @@ TEST(StepStrategy, ExtentsMayBeUpdatedLater) {
   const auto [at_once, later] = plain_runs();
   for (int stage : {0, 1, 2, 3}) {
     for (int world : {1, 2, 3}) {
-      const auto comms = comm::thread_communicators(world), gathers = comm::thread_communicators(world);
-      on_threads(world, [&](int rank) {
+      EngineOptions options;
+      options.policy = stage_policy(stage);
+      options.strategy = "test odd extents later";
+      options.reducer.bucket_numel = 200;
+      train_on(world, [&](const comm::ProcessMeshPtr& mesh) {
         OddExtentsLater::settled = 0;
-        const auto params = parameters();
-        EngineOptions options;
-        options.policy = stage_policy(stage);
-        options.strategy = "test odd extents later";
-        options.reducer.bucket_numel = 200;
-        options.reducer.predivide = 1.0 / world;
-        std::vector<ParamSpec> specs;
-        for (int i = 0; i < kParams; ++i) {
-          specs.push_back({params[i], "p" + std::to_string(i), 0, i});
-          if (stage == 3)
-            specs.back().sharded = std::make_shared<ShardedParam>(params[i], specs.back().name, world, rank);
-        }
-        auto engine = engine_of(specs, options, mesh_over(comms[rank], gathers[rank]));
-        use_adam(*engine);
-        const int32_t unit = stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
-        for (int step = 0; step < kSteps; ++step) {
-          if (unit >= 0) engine->gatherer()->begin_forward();
-          if (unit >= 0) engine->gatherer()->enter(unit, {});
-          at::Tensor loss = at::zeros({});
-          for (int i = 0; i < kParams; ++i)
-            if (uses(i, step)) loss = loss + (params[i] * gradient(i, step)).sum();
-          if (unit >= 0) engine->gatherer()->leave(unit, {loss});
-          if (unit >= 0) engine->gatherer()->end_forward({loss});
-          run_backward(*engine, loss);
-          EXPECT_FALSE(engine->step(adam_inputs(kMaxNorm, true)).skipped);
-        }
+        TrainingRank trained(program(), at::kFloat, options, mesh);
+        Engine& engine = *trained.engine;
+        for (int step = 0; step < kSteps; ++step) EXPECT_FALSE(trained.step(step, adam_inputs(kMaxNorm, true)).skipped);
         EXPECT_EQ(OddExtentsLater::settled, 0);  // no step asks for it
         int64_t delayed = 0;
         for (int i = 0; i < kParams; ++i) {
-          at::Tensor expected = at_once[i].detach().clone();
-          const ParamSpace& space = engine->params().space_of(i);
-          const auto index = engine->params().position(i).index;
+          at::Tensor expected = at_once[i].clone();
+          const ParamSpace& space = engine.params().space_of(i);
+          const auto index = engine.params().position(i).index;
           for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
             if (!OddExtentsLater::later(e)) continue;
             const plan::Extent& extent = space.map.extents[e];
             expected.narrow(0, extent.param_offset, extent.numel)
-                .copy_(later[i].detach().narrow(0, extent.param_offset, extent.numel));
+                .copy_(later[i].narrow(0, extent.param_offset, extent.numel));
             delayed += extent.numel;
           }
-          const at::Tensor got = engine->states().full(StateKind::kMaster, 0, i);
+          const at::Tensor got = engine.states().full(StateKind::kMaster, 0, i);
           EXPECT_LE((got - expected).abs().max().item<double>(), 2e-6)
-              << "stage " << stage << " world " << world << " rank " << rank << " parameter " << i;
+              << "stage " << stage << " world " << world << " rank " << trained.rank << " parameter " << i;
           if (stage < 3) {
-            EXPECT_TRUE(at::equal(got, params[i].detach()));
+            EXPECT_TRUE(at::equal(got, trained.weights[i].detach()));
           }
         }
         EXPECT_GT(delayed, 0);
         EXPECT_EQ(OddExtentsLater::settled, kParams);  // each look at the masters
+        return trained.trained;
       });
     }
   }
@@ -185,7 +161,7 @@ TEST(StepStrategy, RulesOfWholeParametersTakeNoParts) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
   EngineOptions options;
   options.strategy = "test odd extents later";
-  auto engine = engine_of({{weight, "w", 0, 0}}, options, {comm::thread_communicators(1)[0]});
+  auto engine = engine_of({{weight, "w", 0, 0}}, options);
   const optim::Rule& lamb = optim::find_rule("lamb");
   engine->stepper().set_rules({&lamb});
   run_backward(*engine, weight.sum());

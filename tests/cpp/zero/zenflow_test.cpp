@@ -9,11 +9,8 @@
 
 #include "../error_of.h"
 #include "../every_case.h"
-#include "../io/folder.h"
+#include "../storage/planes.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
-#include "plain_adamw.h"
-#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 
@@ -49,10 +46,16 @@ at::Tensor gradient(int param, int step) {
 bool uses(int param, int step) { return param != 2 || step % 4 != 1; }
 double rate(int step) { return 0.02 / (1.0 + 0.1 * step); }
 
-std::vector<at::Tensor> weights(at::ScalarType type) {
-  std::vector<at::Tensor> made;
+Program program() {
+  Program made;
   for (size_t i = 0; i < kShapes.size(); ++i)
-    made.push_back(values(100 + static_cast<double>(i), kShapes[i], at::kDouble).to(type).set_requires_grad(true));
+    made.begin.push_back(values(100 + static_cast<double>(i), kShapes[i], at::kDouble));
+  made.loss = [](const std::vector<at::Tensor>& weights, int step, int rank, int part) {
+    at::Tensor loss = at::zeros({});
+    for (int i = 0; i < static_cast<int>(weights.size()); ++i)
+      if (uses(i, step)) loss = loss + (weights[i].to(at::kFloat) * gradient(i, step).to(at::kFloat)).sum();
+    return step == kSkipped ? loss * INFINITY : loss;
+  };
   return made;
 }
 
@@ -64,8 +67,7 @@ std::vector<at::Tensor> schedule(const Case& c) {
   const ZenFlowOptions& flow = c.flow;
   const AdamArgs a = adam_args();
   const size_t count = kShapes.size();
-  std::vector<at::Tensor> w, m, v, chosen, rest(count), shown;
-  for (const auto& tensor : weights(at::kDouble)) w.push_back(tensor.detach().clone());
+  std::vector<at::Tensor> w = program().begin, m, v, chosen, rest(count), shown;
   for (const auto& tensor : w) {
     m.push_back(at::zeros_like(tensor));
     v.push_back(at::zeros_like(tensor));
@@ -163,110 +165,59 @@ std::vector<at::Tensor> schedule(const Case& c) {
 
 // ---- the engine ---------------------------------------------------------------------------------------------------
 
-struct Trained {
-  std::vector<at::Tensor> params, masters;
-  std::map<std::string, double> figures;
-};
+TrainingRank make_rank(const Case& c, const comm::ProcessMeshPtr& mesh) {
+  EngineOptions options;
+  options.policy = stage_policy(c.stage);
+  options.placements.master = options.placements.slot =
+      storage::at_rest(c.folder.empty() ? Medium::kHost : Medium::kFile, c.folder);
+  if (c.grads_on_host) options.placements.grad.rest = Medium::kHost;
+  options.strategy = c.strategy;
+  options.step.zenflow = c.flow;
+  options.reducer.bucket_numel = c.bucket;
+  options.gatherer.persistence_numel = 8;
+  return {program(), c.type, options, mesh};
+}
 
-struct Rank {
-  const Case& c;
-  comm::CommunicatorPtr ranks;
-  std::vector<at::Tensor> params;
-  std::shared_ptr<Engine> engine;
-  int32_t unit = -1;
+void make_step(const Case& c, TrainingRank& rank, int step) {
+  AdamArgs args = adam_args();
+  args.lr = rate(step);
+  StepInputs inputs = adam_inputs(c.max_norm, true, 1, args);
+  inputs.loss_scale = c.loss_scale;
+  EXPECT_EQ(rank.step(step, inputs, c.micro_steps).skipped, step == kSkipped);
+  rank.engine->clear_grads();  // as programs do: what was put by stays
+}
 
-  Rank(const Case& of, const comm::CommunicatorPtr& with) : c(of), ranks(with), params(weights(of.type)) {
-    std::vector<ParamSpec> specs;
-    for (size_t i = 0; i < params.size(); ++i) {
-      specs.push_back({params[i], "w" + std::to_string(i), 0, static_cast<int32_t>(i)});
-      if (c.stage == 3)
-        specs[i].sharded = std::make_shared<ShardedParam>(params[i], specs[i].name, ranks->size(), ranks->rank());
-    }
-    EngineOptions options;
-    options.policy = stage_policy(c.stage);
-    options.placements.master.rest = options.placements.slot.rest = Medium::kHost;
-    if (!c.folder.empty()) {
-      options.placements.master.rest = options.placements.slot.rest = Medium::kFile;
-      options.placements.master.folder = options.placements.slot.folder = c.folder;
-    }
-    if (c.grads_on_host) options.placements.grad.rest = Medium::kHost;
-    options.strategy = c.strategy;
-    options.step.zenflow = c.flow;
-    options.reducer.bucket_numel = c.bucket;
-    options.reducer.predivide = 1.0 / ranks->size();
-    options.gatherer.persistence_numel = 8;
-    engine = engine_of(specs, options, {ranks});
-    engine->set_rules({&optim::find_rule("adam")});
-    if (engine->gatherer()) unit = engine->gatherer()->add_unit("all", engine->params().sharded_params());
+// Everything that a checkpoint has, into an engine that is new.
+void go_on_from(Engine& before, Engine& engine) {
+  StateAccess &from = before.states(), &to = engine.states();
+  const auto names = from.slot_names();
+  EXPECT_EQ(names, to.slot_names());
+  for (size_t i = 0; i < kShapes.size(); ++i) {
+    to.set_full(StateKind::kMaster, 0, i, from.full(StateKind::kMaster, 0, i));
+    for (int slot = 0; slot < static_cast<int>(names.size()); ++slot)
+      to.set_full(StateKind::kSlot, slot, i, from.full(StateKind::kSlot, slot, i));
   }
+  engine.stepper().steps().copy_(before.stepper().steps());
+  to.restore_strategy(before.strategy().counters());
+}
 
-  void step(int step) {
-    ParamGatherer* gatherer = engine->gatherer();
-    for (int part = 0; part < c.micro_steps; ++part) {
-      if (gatherer) gatherer->begin_forward();
-      if (gatherer) gatherer->enter(unit, {});
-      at::Tensor loss = at::zeros({});
-      for (size_t i = 0; i < params.size(); ++i)
-        if (uses(static_cast<int>(i), step))
-          loss = loss + (params[i].to(at::kFloat) * gradient(static_cast<int>(i), step).to(at::kFloat)).sum();
-      loss = loss * (c.loss_scale / static_cast<float>(c.micro_steps));
-      if (step == kSkipped) loss = loss * INFINITY;
-      if (gatherer) gatherer->leave(unit, {loss});
-      if (gatherer) gatherer->end_forward({loss});
-      run_backward(*engine, loss, part + 1 == c.micro_steps || engine->policy().reduce == ReduceAt::kMicroStep);
-    }
-    AdamArgs args = adam_args();
-    args.lr = rate(step);
-    StepInputs inputs = adam_inputs(c.max_norm, true, 1, args);
-    inputs.loss_scale = c.loss_scale;
-    EXPECT_EQ(engine->step(inputs).skipped, step == kSkipped);
-    engine->clear_grads();  // as programs do: what was put by stays
-  }
-
-  // Everything that a checkpoint has, into an engine that is new.
-  void go_on_from(Rank& other) {
-    StateAccess& from = other.engine->states();
-    const auto names = from.slot_names();
-    EXPECT_EQ(names, engine->states().slot_names());
-    for (size_t i = 0; i < params.size(); ++i)
-      engine->states().set_full(StateKind::kMaster, 0, i, from.full(StateKind::kMaster, 0, i));
-    for (size_t slot = 0; slot < names.size(); ++slot)
-      for (size_t i = 0; i < params.size(); ++i)
-        engine->states().set_full(StateKind::kSlot, static_cast<int>(slot), i,
-                                  from.full(StateKind::kSlot, static_cast<int>(slot), i));
-    engine->stepper().steps().copy_(other.engine->stepper().steps());
-    engine->states().restore_strategy(other.engine->strategy().counters());
-  }
-
-  Trained result() {
-    Trained found;
-    if (engine->gatherer()) engine->gatherer()->enter(unit, {});
-    for (size_t i = 0; i < params.size(); ++i) {
-      found.params.push_back(params[i].detach().clone());
-      found.masters.push_back(engine->states().full(StateKind::kMaster, 0, i));
-    }
-    found.figures = engine->strategy().figures();
-    return found;
-  }
-};
-
-Trained train_rank(const Case& c, const comm::CommunicatorPtr& ranks) {
-  auto rank = std::make_unique<Rank>(c, ranks);
+Trained train_rank(const Case& c, const comm::ProcessMeshPtr& mesh) {
+  auto rank = std::make_unique<TrainingRank>(make_rank(c, mesh));
   for (int step = 0; step < c.steps; ++step) {
-    rank->step(step);
+    make_step(c, *rank, step);
     if (step == c.look)
       for (size_t i = 0; i < kShapes.size(); ++i) rank->engine->states().full(StateKind::kMaster, 0, i);
     if (step != c.save) continue;
-    auto next = std::make_unique<Rank>(c, ranks);
-    next->go_on_from(*rank);
+    auto next = std::make_unique<TrainingRank>(make_rank(c, mesh));
+    go_on_from(*rank->engine, *next->engine);
+    next->trained = rank->trained;
     rank = std::move(next);
   }
-  return rank->result();
+  return rank->finish();
 }
 
 std::vector<Trained> train(const Case& c) {
-  const auto comms = comm::thread_communicators(c.world);
-  return on_ranks<Trained>(c.world, [&](int rank) { return train_rank(c, comms[rank]); });
+  return train_on(c.world, [&](const comm::ProcessMeshPtr& mesh) { return train_rank(c, mesh); });
 }
 
 ZenFlowOptions flow(double ratio, int64_t update, int64_t select, bool overlap = false) {
@@ -284,10 +235,8 @@ void expect_schedule(const Case& c, const std::string& what) {
   const auto expected = schedule(c);
   const auto found = train(c);
   for (int rank = 0; rank < c.world; ++rank)
-    for (size_t i = 0; i < kShapes.size(); ++i)
-      EXPECT_LE((found[rank].params[i].to(at::kDouble) - expected[i]).abs().max().item<double>(),
-                c.type == at::kFloat ? 3e-6 : 4e-3)
-          << what << ", stage " << c.stage << ", rank " << rank << " of " << c.world << ", parameter " << i;
+    expect_near(found[rank].params, expected, c.type == at::kFloat ? 3e-6 : 4e-3,
+                words(what, "stage", c.stage, "rank", rank, "of", c.world, "parameter"));
 }
 
 TEST(ZenFlow, FollowsItsSchedule) {
@@ -327,8 +276,7 @@ TEST(ZenFlow, InFilesAsOnTheHost) {
     Case host{2, 2, flow(0.3, 3, 6, overlap), "zenflow", at::kBFloat16}, file = host;
     file.folder = folder.path();
     const auto expected = train(host), found = train(file);
-    expect_same(found[1].params, expected[1].params, "parameter");
-    expect_same(found[1].masters, expected[1].masters, "master");
+    expect_same(found[1], expected[1], "in files");
   }
 }
 
@@ -359,8 +307,7 @@ TEST(ZenFlow, EverythingAtOnceIsARunWithoutIt) {
         all.flow = flow(1.0, 4, 4, true);
         for (const Case& c : {warm, all}) {
           const auto found = train(c);
-          expect_same(found[0].params, expected[0].params, "parameter");
-          expect_same(found[0].masters, expected[0].masters, "master");
+          expect_same(found[0], expected[0], words("stage", stage, "world", world, type));
         }
       }
     }
@@ -370,11 +317,11 @@ TEST(ZenFlow, EverythingAtOnceIsARunWithoutIt) {
 // Between two updates of the rest nothing but vectors and the chosen columns changes.
 TEST(ZenFlow, TheRestWaitsForTheEndOfTheInterval) {
   const Case c{2, 1, flow(0.2, 3, 3)};
-  Rank rank(c, comm::thread_communicators(1)[0]);
+  TrainingRank rank = make_rank(c, mesh_over(comm::local_communicator()));
   for (int step = 0; step < 4; ++step) {
-    const at::Tensor before = rank.params[0].detach().clone();
-    rank.step(step);
-    const at::Tensor changed = (rank.params[0].detach() != before).any(0);
+    const at::Tensor before = rank.weights[0].detach().clone();
+    make_step(c, rank, step);
+    const at::Tensor changed = (rank.weights[0].detach() != before).any(0);
     EXPECT_EQ(changed.sum().item<int64_t>(), step == 2 ? 10 : 2) << step;
   }
 }
@@ -391,12 +338,11 @@ TEST(ZenFlow, LooksAndCheckpointsInsideAnInterval) {
           Case looked = c, resumed = c;
           looked.look = step;
           resumed.save = step;
-          const std::string what = "after step " + std::to_string(step) + ", stage " + std::to_string(stage);
+          const std::string what = words("after step", step, "stage", stage);
           const auto seen = train(looked), gone_on = train(resumed);
           for (int rank = 0; rank < world; ++rank) {
-            expect_same(seen[rank].params, expected[rank].params, what + ", looked at, parameter");
-            expect_same(gone_on[rank].params, expected[rank].params, what + ", resumed, parameter");
-            expect_same(gone_on[rank].masters, expected[rank].masters, what + ", resumed, master");
+            expect_same(seen[rank], expected[rank], what + ", looked at");
+            expect_same(gone_on[rank], expected[rank], what + ", resumed");
           }
         }
       }
@@ -407,7 +353,7 @@ TEST(ZenFlow, LooksAndCheckpointsInsideAnInterval) {
 TEST(ZenFlow, ChoicesByEpochs) {
   Case c{2, 1, flow(0.3, 2, 0)};
   c.flow.select = ZenFlowOptions::Select::kByEpoch;
-  EXPECT_THROW(train_rank(c, comm::thread_communicators(1)[0]), Error);
+  EXPECT_THROW(train_rank(c, mesh_over(comm::local_communicator())), Error);
   c.flow.steps_per_epoch = 4;
   EXPECT_EQ(train(c)[0].figures.at("choices"), 4);  // of 13 steps that are made
   c.flow.select_interval = 2;
@@ -421,7 +367,7 @@ TEST(ZenFlow, ChoicesByEpochs) {
 
 TEST(ZenFlow, WhatItCannotUpdateIsRefused) {
   const Case c{2, 1, flow(0.3, 2, 4)};
-  Rank rank(c, comm::thread_communicators(1)[0]);
+  const TrainingRank rank = make_rank(c, mesh_over(comm::local_communicator()));
   for (const char* rule : {"lamb", "muon"}) EXPECT_THROW(rank.engine->set_rules({&optim::find_rule(rule)}), Error);
   EngineOptions options;
   options.policy = stage_policy(2);
