@@ -7,6 +7,7 @@
 #include "base/ranges.h"
 #include "base/sizes.h"
 #include "comm/transports/local_communicator.h"
+#include "plan/spaces/space_rule.h"
 
 namespace ds::comm {
 namespace {
@@ -137,7 +138,7 @@ void ProcessMesh::fold_lists(const std::string& name, const std::vector<ListAlon
     fail(ErrorKind::kValue, "the fold ", name, " was given ", lists.size(),
          " lists of ranks: give one for each of two axes");
   const auto& [outer, inner] = std::tie(lists[0], lists[1]);
-  Axes axes{"dp", "sp"};
+  Axes axes = plan::same_weights();
   if (outer.second.size() * inner.second.size() > static_cast<size_t>(size(axes))) axes.push_back("tp");
   const SubMesh line = sub(axes);
   const auto axis_of = [](const ListAlong& list) {

@@ -120,11 +120,15 @@ def plain_net_of(model):
     return Plain(model, adam_like, clip=0.5)
 
 
+def beside_plain(world, accumulate, size):
+    """The net, an engine that trains it, and the plain process that trains a copy of it."""
+    model = make_net()
+    return model, engine_of(model, config(world, accumulate, size=size)), plain_net_of(make_net())
+
+
 @on_ranks(2)
 def test_no_sync_and_several_backwards_before_a_step(rank, world):
-    model = make_net()
-    engine = engine_of(model, config(world, 1, size=8))
-    plain = plain_net_of(make_net())
+    model, engine, plain = beside_plain(world, 1, size=8)
     for step in range(10):
         tokens, targets = batch(step)
         mine = slice(rank * 4, rank * 4 + 4)
@@ -137,9 +141,7 @@ def test_no_sync_and_several_backwards_before_a_step(rank, world):
 
 @on_ranks(2)
 def test_boundaries_set_by_the_caller(rank, world):
-    model = make_net()
-    engine = engine_of(model, config(world, 4, size=16))
-    plain = plain_net_of(make_net())
+    model, engine, plain = beside_plain(world, 4, size=16)
     for step in range(6):
         losses = []
         for micro in range(3):

@@ -157,7 +157,10 @@ def test_an_engine_that_only_looks_beside_one_that_trains(rank, world, stage):
     engine.destroy()
     sharded = together(losses)
     plain = Plain(two_layers(6, 5, 1, seed=4), functools.partial(torch.optim.SGD, lr=0.1), dtype=None)
-    parts = lambda step: [plain.model(six(rank, step)).square().mean() for rank in range(2)]  # noqa: E731
+
+    def parts(step):
+        return [plain.model(six(rank, step)).square().mean() for rank in range(2)]
+
     expected = [[part.item() for part in parts(0)]]
     for step in range(2):
         expected.append(plain.step(*parts(step)))

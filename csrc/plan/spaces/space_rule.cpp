@@ -23,7 +23,7 @@ const SpaceRule& find_rule(const SpaceQuery& query) {
   if (found != rules().end()) return found->second;
   std::string names;
   for (const auto& [known, rule] : rules()) names += (names.empty() ? "" : ", ") + known;
-  fail(ErrorKind::kValue, "there is no rule '", query.rule, "' for the ranks of a parameter; there are: ", names);
+  fail(ErrorKind::kValue, "there is no rule '", query.rule, "' for the ranks of a parameter; the rules are: ", names);
 }
 
 }  // namespace

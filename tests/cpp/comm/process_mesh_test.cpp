@@ -210,7 +210,7 @@ TEST(ProcessMesh, ListsBecomeAFold) {
         error_of([&] { mesh.fold_lists("others", same); }),
         "do not form a grid over the data-parallel ranks [" + std::to_string(even) + ", " + std::to_string(2 + even)));
     EXPECT_TRUE(
-        says(error_of([&] { mesh.sub({"others.ep"}); }), "there is no axis others.ep"));  // nothing is left of it
+        says(error_of([&] { mesh.sub({"others.ep"}); }), "there is no axis others.ep"));  // the refused fold is undone
     EXPECT_TRUE(says(error_of([&] {
                        mesh.fold_lists("others", {{"edp", {rank}}, {"ep", {rank}}});
                      }),

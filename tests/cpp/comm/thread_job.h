@@ -18,13 +18,14 @@ namespace ds::comm {
 // Ranks that are threads meet here: the first member that comes to a key makes the communicators of all.
 class Meeting {
  public:
-  // `waits`: opening one returns when all members have come, as it does between processes.
-  explicit Meeting(bool waits = false) : waits_(waits) {}
+  // `waits`: opening one returns when all members have come, as it does between processes. `peers`: ranks may share
+  // memory.
+  explicit Meeting(bool waits = false, bool peers = true) : waits_(waits), peers_(peers) {}
 
   CommunicatorPtr open(const std::string& key, const SubMesh& members) {
     std::unique_lock lock(mutex_);
     auto& made = made_[key];
-    if (made.empty()) made = thread_communicators(members.size());
+    if (made.empty()) made = thread_communicators(members.size(), peers_);
     ++openings;
     if (++came_[key] == members.size()) all_came_.notify_all();
     all_came_.wait(lock, [&] { return !waits_ || came_[key] == members.size(); });
@@ -38,7 +39,7 @@ class Meeting {
   std::atomic<int> openings{0};
 
  private:
-  const bool waits_;
+  const bool waits_, peers_;
   std::mutex mutex_;
   std::condition_variable all_came_;
   std::map<std::string, std::vector<CommunicatorPtr>> made_;

@@ -145,7 +145,7 @@ TEST(SpaceRules, ErrorsNameRuleAndAxis) {
   EXPECT_EQ(error_of([&] {
               space_axes({grid, "none such", true});
             }),
-            "there is no rule 'none such' for the ranks of a parameter; there are: dense, experts, mics");
+            "there is no rule 'none such' for the ranks of a parameter; the rules are: dense, experts, mics");
   EXPECT_EQ(error_of([&] {
               space_axes({grid, "experts", true});
             }),

@@ -4,16 +4,14 @@
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
-#include <map>
-#include <mutex>
 #include <random>
 
+#include "../comm/thread_job.h"
 #include "../error_of.h"
 #include "../every_case.h"
 #include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/local_communicator.h"
-#include "comm/transports/thread_communicator.h"
 #include "plan/spaces/space_rule.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
@@ -76,27 +74,13 @@ Program whole_program(const Case& c) {
           }};
 }
 
-// Ranks that are threads meet in it.
-struct Meeting {
-  const bool peers;
-  std::mutex mutex{};
-  std::map<std::string, std::vector<comm::CommunicatorPtr>> made{};
-
-  // All of them, those with the same expert, one of each expert.
-  comm::ProcessMeshPtr mesh(int rank, int world) {
-    const auto open = [this](const std::string& key, const comm::SubMesh& members, bool) {
-      std::lock_guard lock(mutex);
-      auto& known = made[key];
-      const bool shares = peers && key.find("/reduce/") != std::string::npos;
-      if (known.empty()) known = comm::thread_communicators(members.size(), shares);
-      return known[members.rank];
-    };
-    const plan::ProcessGrid grid(world, {{"pp", 1, ""}, {"dp", 0, ""}, {"sp", 1, ""}, {"tp", 1, ""}});
-    auto found = std::make_shared<comm::ProcessMesh>(grid, std::make_shared<comm::Job>(rank, world, open));
-    found->fold("experts", {"dp", "sp"}, {{"edp", 0, ""}, {"ep", kExperts, ""}});
-    return found;
-  }
-};
+// All ranks, those with the same expert, one of each expert.
+comm::ProcessMeshPtr mesh_of(comm::Meeting& meeting, int rank, int world) {
+  const plan::ProcessGrid grid(world, {{"pp", 1, ""}, {"dp", 0, ""}, {"sp", 1, ""}, {"tp", 1, ""}});
+  auto found = std::make_shared<comm::ProcessMesh>(grid, comm::job_of(rank, world, meeting));
+  found->fold("experts", {"dp", "sp"}, {{"edp", 0, ""}, {"ep", kExperts, ""}});
+  return found;
+}
 
 std::shared_ptr<Engine> make_engine(const Case& c, const std::vector<at::Tensor>& params,
                                     const comm::ProcessMeshPtr& mesh) {
@@ -130,14 +114,14 @@ void check_cut(Engine& engine, int world, int rank) {
 
 void compare(const Case& c, int steps) {
   const Trained reference = in_one_process(whole_program(c), steps, c.world, c.accumulate, kMaxNorm);
-  Meeting meeting{c.peers};
+  comm::Meeting meeting(/*waits=*/false, c.peers);
   const bool exact = c.type == at::kFloat;
   on_threads(c.world, [&](int rank) {
     const int expert = rank % kExperts, group = rank / kExperts;
     std::vector<at::Tensor> params;
     for (const at::Tensor& value : {dense_weight(0), expert_weight(expert), dense_weight(1)})
       params.push_back(value.detach().to(c.type).set_requires_grad(true));
-    const auto engine = make_engine(c, params, meeting.mesh(rank, c.world));
+    const auto engine = make_engine(c, params, mesh_of(meeting, rank, c.world));
     ASSERT_EQ(engine->params().spaces().size(), 2u);
     use_adam(*engine);
     ParamGatherer* gatherer = engine->gatherer();
@@ -234,11 +218,11 @@ TEST(ParamSpace, RandomBranchesOfExperts) {
   for (bool peers : {true, false}) {
     for (int world : {2, 4, 8}) {
       const Case c{3, world, 1, 1000000, false, false, peers};
-      Meeting meeting{peers};
+      comm::Meeting meeting(/*waits=*/false, peers);
       on_threads(world, [&](int rank) {
         const std::vector<at::Tensor> params = {dense_weight(0), expert_weight(rank % kExperts), dense_weight(1)};
         const std::vector<at::Tensor> before = {dense_weight(0), expert_weight(rank % kExperts), dense_weight(1)};
-        const auto engine = make_engine(c, params, meeting.mesh(rank, world));
+        const auto engine = make_engine(c, params, mesh_of(meeting, rank, world));
         std::mt19937 random(rank);
         for (int step = 0; step < 200; ++step) {
           for (int call = 0; call < 6; ++call) {
@@ -287,12 +271,12 @@ TEST(ParamSpace, NamesWhatIsMissing) {
   EXPECT_TRUE(says(text, "there is no axis experts.edp: the grid has dp, pp, sp, tp"));
   EngineOptions options;
   options.policy = stage_policy(3);
-  Meeting meeting{false};
+  comm::Meeting meeting(/*waits=*/false, /*peers=*/false);
   on_threads(6, [&](int rank) {
     std::vector<ParamSpec> own = {{at::ones({2}).set_requires_grad(true), "w", 0, 0}};
     own[0].rule = "test experts";
     own[0].sharded = std::make_shared<ShardedParam>(own[0].tensor, "w", 1, 0);
-    const std::string slices = complaint(own, options, meeting.mesh(rank, 6));
+    const std::string slices = complaint(own, options, mesh_of(meeting, rank, 6));
     const std::string end = "ranks are 3, and this is rank " + std::to_string(rank / kExperts);
     EXPECT_EQ(
         slices.find("parameter 'w' is cut into 1 slices, of which this is number 0; by the rule 'test experts' its " +
