@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.data.loader_workers import SeededBatches, end_with
+from deepspeed.data.loader_workers import SeededBatches, end_with, ends_of_workers
 from deepspeed.data.sampler import CurriculumSampler
 from deepspeed.log import logger
 
@@ -166,6 +166,11 @@ class ResumableDataLoader:
         except StopIteration:
             self._next_epoch()
             raise
+        except (RuntimeError, ConnectionError) as error:
+            ends = ends_of_workers(self._batches_now)
+            if not ends:
+                raise
+            raise RuntimeError(f"{error}. Worker processes of the data loader have ended: {ends}") from error
         self.batches += 1
         if self.curriculum is not None:
             self.curriculum.used()

@@ -15,6 +15,7 @@ workers of its parent when it frees them ("can only test a child process"). They
 import hashlib
 import os
 import random
+import signal
 import weakref
 
 import numpy
@@ -62,6 +63,16 @@ def end_with(iterator):
         kept.atexit = False
         _iterators.add(iterator)
     return iterator
+
+
+def ends_of_workers(iterator):
+    """Says how each worker of ``iterator`` has ended, with its exit code or signal; "" if none has, or without any."""
+    codes = [(one.pid, one.exitcode) for one in getattr(iterator, "_workers", ())]
+    return ", ".join(
+        f"process {pid} by signal {signal.Signals(-code).name}" if code < 0 else f"process {pid} with exit code {code}"
+        for pid, code in codes
+        if code is not None
+    )
 
 
 def _let_go(*kept):

@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -157,6 +158,27 @@ def test_random_numbers_of_workers_depend_on_seed_rank_worker_and_epoch():
 
 
 # ---- position ------------------------------------------------------------------------------------------------------
+
+
+class EndsItsWorker(Numbers):
+    """A worker that reads a sample ends as ``how`` says."""
+
+    def __init__(self, length, how):
+        super().__init__(length)
+        self.how = how
+
+    def __getitem__(self, index):
+        self.how()
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how, end", [(killed, "by signal SIGKILL"), (lambda: os._exit(7), "with exit code 7")])
+def test_the_error_says_how_a_worker_ended(how, end):
+    source = loader(EndsItsWorker(8, how), 2, num_local_io_workers=1)
+    refused(RuntimeError, rf"have ended: process \d+ {end}", epoch, source)
 
 
 @pytest.mark.sample("values")
