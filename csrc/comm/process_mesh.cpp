@@ -28,6 +28,7 @@ const char* name_of(Purpose purpose) {
     case Purpose::kPipeGrads: return "pipe_grads";
     case Purpose::kExperts: return "experts";
     case Purpose::kControl: return "control";
+    case Purpose::kTensor: return "tensor";
   }
   return "unknown";
 }

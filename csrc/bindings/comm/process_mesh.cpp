@@ -61,6 +61,7 @@ DS_BINDINGS(m) {
       .value("PIPE", Purpose::kPipe)
       .value("PIPE_GRADS", Purpose::kPipeGrads)
       .value("EXPERTS", Purpose::kExperts)
+      .value("TENSOR", Purpose::kTensor)
       .value("CONTROL", Purpose::kControl);
   py::class_<Job, comm::JobPtr>(m, "Job").def(py::init(&make_job), "rank"_a, "world"_a, "open"_a);
   py::class_<ProcessMesh, comm::ProcessMeshPtr>(m, "ProcessMesh")

@@ -49,7 +49,10 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
       {
           text("dtype", "torch.float16", "Type of the parameters.").also(kPython),
           integer("autotp_size", 0, "Ranks that share a layer; 0 and 1 switch it off.").at_least(0).off_at(1),
-          boolean("tp_overlap_comm", false, "Overlap its communication with computation."),
+          boolean("tp_overlap_comm", false,
+                  "The all-reduce of an input's gradient runs while the gradient of the weight is computed."),
+          boolean("verify", true,
+                  "Before training one block of each kind runs cut and whole, and a difference is an error."),
           validated("tp", "The group of ranks.",
                     {
                         integer("tp_size", 1, "Ranks.").at_least(1),
@@ -73,10 +76,13 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
               .absent_is_null(),
           text("preset_model", nullptr, "Known model whose splitting is used.")
               .one_of({"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"}),
-          boolean("keep_module_on_host", false, "Split on the host, then move."),
-          boolean("kernel_inject", false, "Use fused kernels.").alias("replace_with_kernel_inject"),
+          boolean("keep_module_on_host", false, "Split on the host, then move.")
+              .no_effect("parameters are cut where they are, one by one"),
+          boolean("kernel_inject", false, "Use fused kernels.")
+              .alias("replace_with_kernel_inject")
+              .no_effect("the model's own layers run"),
       });
-  c.add(tensor.not_built("tensor parallelism", {"autotp_size"}));
+  c.add(tensor);
 
   auto expert =
       section("expert_parallel", "Split experts over ranks without a change of the model: AutoEP.",

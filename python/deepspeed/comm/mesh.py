@@ -31,6 +31,7 @@ class _Made:
         self.views = {}  # name -> Members (mesh_views.py)
         self.jobs = {}  # backend -> native Job
         self.gathers = {}  # ranks -> native Communicator (mesh_views.py)
+        self.tensors = {}  # the same, for layers that are cut
         self.exchanges = weakref.WeakKeyDictionary()  # native communicator -> its exchange (sequence/exchange.py)
         self.uneven_heads = set()  # ranks that have cut heads into unequal runs (sequence/exchange.py)
         self.stores = {}  # (device, folder) -> tensors that wait for backward (utils/waiting_tensors.py)

@@ -117,6 +117,17 @@ def gathers(group):
     return made[ranks]
 
 
+def tensor_ranks(group=None):
+    """A native communicator over torch's ``group`` (None: this rank alone), for layers that are cut over it. Made by
+    all its ranks at the first call."""
+    alone = (dist.get_rank() if dist.is_initialized() else 0,)
+    ranks = alone if group is None else tuple(dist.get_all_ranks_from_group(group))
+    made = mesh.made_here().tensors
+    if ranks not in made:
+        made[ranks] = adopted(group).communicator(["dp"], Purpose.TENSOR)
+    return made[ranks]
+
+
 def cut_for_mics(native, size):
     """Runs of ``size`` data-parallel ranks share one copy of the model. Returns torch's group of them."""
     to = [("replicas", 0, ""), ("mics", size, "zero_optimization.mics_shard_size")]

@@ -95,6 +95,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.module = model
         self._autotuning.see_model(model)
 
+        self._tensors.cut()
         model_parameters = self._experts.find(model_parameters)
         self._long_sequences.prepare()
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())

@@ -25,4 +25,8 @@ def mesh_of(engine, mpu):
         groups._use_mesh(engine.mesh_device)
     elif size > 1:
         groups._create_sequence_parallel(size)
-    return EngineMesh(sp=(size, "sequence_parallel_size"))
+    tensor = max(engine._config.tensor_parallel_config.autotp_size, 1)
+    made = EngineMesh(sp=(size, "sequence_parallel_size"), tp=(tensor, "tensor_parallel.autotp_size"))
+    if tensor > 1:
+        groups._use_tensor_ranks(made.mesh)
+    return made

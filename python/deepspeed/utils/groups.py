@@ -125,10 +125,14 @@ def _init_tp_mesh_device(tensor_model_parallel_size=1, data_parallel_size=None):
     if not views.known(_TENSOR):
         data = (0 if data_parallel_size is None else data_parallel_size, "data_parallel_size")
         tensor = (tensor_model_parallel_size, "tensor_model_parallel_size")
-        mesh = views.numbered(views.of_job(dp=data, tp=tensor))
-        views.make(_TENSOR, mesh, ["tp"])
-        views.make(_DATA, mesh, ["dp"])
+        _use_tensor_ranks(views.numbered(views.of_job(dp=data, tp=tensor)))
     return get_data_parallel_group(), get_tensor_model_parallel_group()
+
+
+def _use_tensor_ranks(mesh):
+    """Takes the tensor-parallel and data-parallel groups from a native mesh, where there are none yet."""
+    views.make(_TENSOR, mesh, ["tp"])
+    views.make(_DATA, mesh, ["dp"])
 
 
 def _create_model_parallel(model_parallel_size_):

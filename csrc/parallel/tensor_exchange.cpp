@@ -1,0 +1,140 @@
+#include "parallel/tensor_exchange.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "base/ranges.h"
+#include "parallel/gradient_node.h"
+#include "parallel/rank_nodes.h"
+
+namespace ds::parallel {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Widths = std::vector<int64_t>;
+
+struct HeldRanks : torch::CustomClassHolder {
+  explicit HeldRanks(comm::CommunicatorPtr ranks) : ranks(std::move(ranks)) {}
+  const comm::CommunicatorPtr ranks;
+};
+
+// All leading dimensions as one.
+at::Tensor rows_of(const at::Tensor& tensor) { return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2); }
+
+struct ColumnLinearOfRanks : torch::autograd::Function<ColumnLinearOfRanks> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
+                            const c10::optional<at::Tensor>& bias, const comm::CommunicatorPtr& ranks) {
+    ctx->save_for_backward({input, weight});
+    ctx->saved_data["ranks"] = c10::IValue::make_capsule(c10::make_intrusive<HeldRanks>(ranks));
+    ctx->saved_data["has_bias"] = bias.has_value();
+    return at::linear(input, weight, bias);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto held = c10::static_intrusive_pointer_cast<HeldRanks>(ctx->saved_data["ranks"].toCapsule());
+    const at::Tensor rows = rows_of(grads[0]);
+    variable_list made(4);
+    comm::WorkPtr work;
+    if (ctx->needs_input_grad(0)) {
+      made[0] = at::matmul(grads[0], saved[1]);
+      comm::Op op{comm::Verb::kAllReduce, {}, made[0]};
+      op.wait = comm::Wait::kDetached;
+      work = held->ranks->run(op);
+    }
+    if (ctx->needs_input_grad(1)) made[1] = at::matmul(rows.t(), rows_of(saved[0]));
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) made[2] = rows.sum(0);
+    if (work) work->wait();
+    return made;
+  }
+};
+
+Widths::value_type start_of(const Widths& widths, int rank) {
+  Widths::value_type start = 0;
+  for (int r = 0; r < rank; ++r) start += widths[static_cast<size_t>(r)];
+  return start;
+}
+
+void check(const comm::CommunicatorPtr& ranks, const Widths& widths, int64_t found, int64_t wanted) {
+  if (static_cast<int>(widths.size()) != ranks->size() || found != wanted)
+    fail(ErrorKind::kValue, "a tensor that is ", found, " wide does not fit the widths [", c10::Join(", ", widths),
+         "] of ", ranks->size(), " ranks");
+}
+
+}  // namespace
+
+at::Tensor TensorExchange::copy_in(const at::Tensor& input) {
+  if (ranks_->size() == 1 || !c10::GradMode::is_enabled() || !input.requires_grad()) return input;
+  const auto before = came_.lock();
+  if (!before || before.get() != input.unsafeGetTensorImpl() || input._version() != version_ || !became_.defined()) {
+    became_ = share(ranks_, input);
+    came_ = c10::weak_intrusive_ptr<at::TensorImpl>(input.getIntrusivePtr());
+    version_ = static_cast<uint32_t>(input._version());
+  }
+  return became_;
+}
+
+at::Tensor TensorExchange::sum_out(const at::Tensor& part) {
+  became_ = at::Tensor();
+  return reduce(ranks_, part);
+}
+
+at::Tensor TensorExchange::linear(const at::Tensor& input, const at::Tensor& weight,
+                                  const c10::optional<at::Tensor>& bias) {
+  const bool overlaps = overlap_ && ranks_->size() > 1 && c10::GradMode::is_enabled() && input.requires_grad() &&
+                        input.scalar_type() == weight.scalar_type();
+  return overlaps ? ColumnLinearOfRanks::apply(input, weight, bias, ranks_) : at::linear(copy_in(input), weight, bias);
+}
+
+at::Tensor gather_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& part, int64_t dim,
+                         const Widths& widths) {
+  if (dim < 0) dim += part.dim();
+  check(ranks, widths, part.size(dim), widths[static_cast<size_t>(ranks->rank())]);
+  const int64_t widest = *std::max_element(widths.begin(), widths.end());
+  at::Tensor joined;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    Widths shape = part.sizes().vec();
+    shape[static_cast<size_t>(dim)] = widest - part.size(dim);
+    const at::Tensor padded = at::cat({part, at::zeros(shape, part.options())}, dim).contiguous();
+    shape[static_cast<size_t>(dim)] = widest;
+    shape.insert(shape.begin(), ranks->size());
+    const at::Tensor all = at::empty(shape, part.options());
+    comm::Op op{comm::Verb::kAllGather, padded, all};
+    op.wait = comm::Wait::kAtOnce;
+    ranks->run(op)->wait();
+    std::vector<at::Tensor> parts;
+    for (int rank = 0; rank < ranks->size(); ++rank)
+      parts.push_back(all.select(0, rank).narrow(dim, 0, widths[static_cast<size_t>(rank)]));
+    joined = at::cat(parts, dim);
+  }
+  return with_gradient("GatherWidthsBackward", part, std::move(joined),
+                       [=](const at::Tensor& grad) { return split_widths(ranks, grad, dim, widths); });
+}
+
+at::Tensor split_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& whole, int64_t dim,
+                        const Widths& widths) {
+  check(ranks, widths, whole.size(dim), sum_of(widths));
+  at::Tensor own;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    own = whole.narrow(dim, start_of(widths, ranks->rank()), widths[static_cast<size_t>(ranks->rank())]).clone();
+  }
+  return with_gradient("SplitWidthsBackward", whole, std::move(own),
+                       [=](const at::Tensor& grad) { return gather_widths(ranks, grad, dim, widths); });
+}
+
+void sum_gradients(const at::Tensor& param, const comm::CommunicatorPtr& ranks) {
+  if (ranks->size() > 1) param.register_hook([ranks](const at::Tensor& grad) { return reduce(ranks, grad); });
+}
+
+}  // namespace ds::parallel

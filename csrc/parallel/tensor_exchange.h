@@ -1,0 +1,49 @@
+// Layers that are cut among ranks (tensor parallelism): Shoeybi et al., "Megatron-LM" (2019). A layer that is cut along
+// its outputs reads a tensor that all ranks have alike, a layer that is cut along its inputs gives a part of a sum.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace ds::parallel {
+
+class TensorExchange {
+ public:
+  // `overlap`: the all-reduce of an input's gradient runs while the gradient of the weight is computed.
+  TensorExchange(comm::CommunicatorPtr ranks, bool overlap) : ranks_(std::move(ranks)), overlap_(overlap) {}
+
+  // `input`, which all ranks have alike: its gradient is the sum over the ranks. Layers that read one tensor one after
+  // the other share one all-reduce in backward.
+  at::Tensor copy_in(const at::Tensor& input);
+  // The sum over the ranks of `part`; its gradient is that of each part.
+  at::Tensor sum_out(const at::Tensor& part);
+  // input * weight^T + bias of a layer that is cut along its outputs. With `overlap`, and where input and weight have
+  // one type, each layer has an all-reduce of its own in backward.
+  at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const c10::optional<at::Tensor>& bias);
+
+  const comm::CommunicatorPtr& ranks() const { return ranks_; }
+
+ private:
+  const comm::CommunicatorPtr ranks_;
+  const bool overlap_;
+  // The last tensor that came in, and what it became, until the layers that read it have come to sum_out().
+  c10::weak_intrusive_ptr<at::TensorImpl> came_{c10::intrusive_ptr<at::TensorImpl>()};
+  uint32_t version_ = 0;
+  at::Tensor became_;
+};
+
+// The ranks' parts, which are `widths` wide along `dim`, joined there in rank order; and this rank's part of `whole`.
+// Each is the gradient of the other.
+at::Tensor gather_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& part, int64_t dim,
+                         const std::vector<int64_t>& widths);
+at::Tensor split_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& whole, int64_t dim,
+                        const std::vector<int64_t>& widths);
+
+// From now on the gradient of `param` is summed over `ranks` before anybody sees it. `param` is a leaf that all these
+// ranks have alike, and each uses it for a part of the result.
+void sum_gradients(const at::Tensor& param, const comm::CommunicatorPtr& ranks);
+
+}  // namespace ds::parallel

@@ -1,0 +1,327 @@
+"""Linear layers of which each rank of a group has a slice (tensor parallelism), under their published names.
+
+A layer that is cut along its outputs (``LinearLayer``) reads a tensor that all ranks have alike and gives this rank's
+channels; a layer that is cut along its inputs (``LinearAllreduce``) reads this rank's channels and gives the sum over
+the ranks: Shoeybi et al., "Megatron-LM" (2019). A parameter stays the same object while its values become this rank's
+slice; ``cut_param`` writes on it which slice that is (``ParamCut``).
+"""
+
+import dataclasses
+import weakref
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed._native import _C
+from deepspeed.checkpoint import constants as keys
+from deepspeed.comm import mesh, mesh_views
+from deepspeed.module_inject import tp_shard
+from deepspeed.utils import tensor_slices
+
+_mode = {"training": False}
+_exchanges = weakref.WeakKeyDictionary()  # native communicator -> {overlap: TensorExchange}
+
+
+def set_autotp_mode(training=False):
+    """Says whether layers that are made from now on are made for training; ``tp_model_init`` and ``initialize`` do."""
+    _mode["training"] = training
+
+
+def is_autotp_training_mode():
+    """The last value that ``set_autotp_mode`` got."""
+    return _mode["training"]
+
+
+def exchange_of(group, overlap=False):
+    """The native ``TensorExchange`` over torch's ``group``; layers that read one tensor have to share it."""
+    ranks = mesh_views.tensor_ranks(group)
+    made = _exchanges.setdefault(ranks, {})
+    return made.setdefault(overlap, _C.TensorExchange(ranks, overlap))
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class ParamCut:
+    """Which slice of a parameter a rank has. ``dim``: the dimension that ``cut``, a native ``TensorCut``, cuts; None:
+    every rank has the whole. ``partial``: each rank sees a part of its gradient, and it is summed over the ranks."""
+
+    dim: int
+    cut: object
+    group: object
+    rank: int
+    partial: bool = False
+
+    @property
+    def ranks(self):
+        return self.cut.ranks() if self.cut is not None else dist.get_world_size(self.group)
+
+    def whole_shape(self, shape):
+        """The shape of the whole parameter, where this rank's part has ``shape``."""
+        if self.dim is None:
+            return torch.Size(shape)
+        return torch.Size([*shape[: self.dim], self.cut.size(), *shape[self.dim + 1 :]])
+
+    def own(self, whole):
+        """This rank's slice of the whole tensor, in memory of its own."""
+        return whole if self.dim is None else tensor_slices.narrow(whole, self.dim, self.cut, self.rank).contiguous()
+
+    def join(self, own):
+        """The whole tensor on every rank of the group, from the slices of all of them. Every rank calls it."""
+        if self.dim is None:
+            return own
+        sizes = [self.cut.width(rank) for rank in range(self.ranks)]
+        slices = _C.gather_widths(exchange_of(self.group).ranks, own.detach().contiguous(), self.dim, sizes)
+        return tensor_slices.join(slices.split(sizes, self.dim), self.dim, self.cut)
+
+
+def cut_of(param):
+    """The ``ParamCut`` of a parameter; None: no layer is cut that it belongs to."""
+    return getattr(param, "ds_param_cut", None)
+
+
+def cut_param(param, dim, cut, group, rank, partial=False):
+    """Keeps this rank's slice of a parameter, in place, and notes which one that is."""
+    made = ParamCut(dim, cut, group, rank, partial)
+    with torch.no_grad():
+        param.data = made.own(param.data).clone()
+    param.ds_param_cut = made
+    if dim is not None:
+        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
+        param.ds_tensor_copies = sum(length for _, _, length in cut.owned(rank)) == 0
+    if partial:
+        _C.sum_gradients(param, exchange_of(group).ranks)
+    elif cut is not None and cut.copied():
+        holders = cut.holders(rank)
+        ranks = dist.get_all_ranks_from_group(group)
+        sharing = mesh.group_over([ranks[one] for one in holders])
+        _C.sum_gradients(param, mesh_views.tensor_ranks(sharing))
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+def _is_transposed(module):
+    """Whether the weight has the shape (inputs, outputs), as that of GPT-2's ``Conv1D``."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") or getattr(module, "transposed", False)
+
+
+class TensorParallel_Layer(nn.Module):
+    """A linear layer of which this rank has a slice. ``module``: the whole layer, whose parameters become this rank's.
+
+    ``mp_group``: torch's group of the ranks that share it; None: this rank alone. Keywords: ``name``, for messages and
+    for the published rules of sizes; ``cut``: the native ``TensorCut``, in place of these rules; ``overlap``: the
+    all-reduce of the input's gradient runs while the weight's is computed; ``skip_partition``: the parameters are
+    slices already.
+    """
+
+    along_outputs = True
+
+    def __init__(self, module, mp_group=None, name=None, cut=None, overlap=False, skip_partition=False):
+        super().__init__()
+        self.mp_group, self.name = mp_group, name
+        self.tp_world_size = 1 if mp_group is None else dist.get_world_size(mp_group)
+        self.tp_index = 0 if mp_group is None else dist.get_rank(mp_group)
+        self.transposed = _is_transposed(module)
+        self.is_training_mode, self.overlap = is_autotp_training_mode(), overlap
+        self.weight, self.bias = module.weight, getattr(module, "bias", None)
+        self.exchange = exchange_of(mp_group, overlap)
+        self.dim = int(self.along_outputs == self.transposed)  # the dimension of the weight that is cut
+        size = getattr(self.weight, "ds_shape", self.weight.shape)[self.dim]
+        self.cut = self._cut_of(size) if cut is None else cut
+        if not skip_partition:
+            self._tp_partition([self.weight, self.bias])
+        self._set_features()
+        self.train(module.training)
+
+    def _cut_of(self, size):
+        """The ``TensorCut`` of ``size`` elements by the published rules."""
+        return even_cut([size], self.tp_world_size, self.name)
+
+    def _set_features(self):
+        inside, outside = self.weight.shape if self.transposed else reversed(self.weight.shape)
+        self.in_features, self.out_features = inside, outside
+
+    def _is_cut(self, param, index):
+        return param is not None and (index == 0 or self.along_outputs)
+
+    def _tp_partition(self, params_list):
+        """Keeps this rank's slices of ``[weight, bias]``, which are whole."""
+        for index, param in enumerate(params_list):
+            if self._is_cut(param, index):
+                cut_param(param, self.dim if index == 0 else 0, self.cut, self.mp_group, self.tp_index)
+
+    @torch.no_grad()
+    def gather_params(self, params_list):
+        """Makes ``[weight, bias]`` whole on every rank; ``_tp_partition`` undoes it. Every rank calls it."""
+        for index, param in enumerate(params_list):
+            if self._is_cut(param, index):
+                param.data_partition = param.data
+                param.data = cut_of(param).join(param.data)
+
+    def uneven_partition(self, params_list):
+        """The published name of ``_tp_partition`` for sizes that the ranks do not divide."""
+        self._tp_partition(params_list)
+
+    def _own(self, x, bias):
+        weight = self.weight.t() if self.transposed else self.weight
+        return nn.functional.linear(x, weight, bias)
+
+    def extra_repr(self):
+        return f"in_features={self.in_features}, out_features={self.out_features}, ranks={self.tp_world_size}"
+
+
+def even_cut(sizes, ranks, name=None, count=None):
+    """The ``TensorCut`` of sub-parameters of ``sizes``, each cut by the published rules (``tp_shard``)."""
+    runs = []
+    for size in sizes:
+        ends = [0]
+        for width in tp_shard.get_shard_size_list(size, ranks, name, count):
+            ends.append(ends[-1] + width)
+        runs.append(list(zip(ends, ends[1:])))
+    return _C.TensorCut(list(sizes), runs)
+
+
+class LinearLayer(TensorParallel_Layer):
+    """A linear layer that is cut along its outputs. ``gather_output``: it gives all channels, on every rank."""
+
+    def __init__(self, module, mp_group=None, skip_partition=False, gather_output=False, **kwargs):
+        super().__init__(module, mp_group, skip_partition=skip_partition, **kwargs)
+        self.gather_output = gather_output
+
+    def forward(self, input):
+        """input: (..., inputs); result: (..., this rank's outputs), or all of them."""
+        casts = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+        weight = self.weight.t() if self.transposed else self.weight
+        if self.overlap and not casts:
+            made = self.exchange.linear(input, weight, self.bias)
+        else:
+            made = nn.functional.linear(self.exchange.copy_in(input), weight, self.bias)
+        if not self.gather_output or self.tp_world_size == 1:
+            return made
+        sizes = [self.cut.width(rank) for rank in range(self.tp_world_size)]
+        slices = _C.gather_widths(self.exchange.ranks, made, -1, sizes)
+        return tensor_slices.join(slices.split(sizes, -1), -1, self.cut)
+
+    @classmethod
+    def from_weights(cls, weight_shape=None, dtype=torch.half, weight=None, bias=None, gather_output=False):
+        """A layer of one rank with these parameters, or with an empty weight of ``weight_shape``."""
+        if weight is None:
+            weight = torch.empty(weight_shape, dtype=dtype)
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        module.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+        module.bias = None if bias is None else nn.Parameter(bias)
+        return cls(module, gather_output=gather_output)
+
+
+class LinearAllreduce(TensorParallel_Layer):
+    """A linear layer that is cut along its inputs. The bias, which every rank has whole, is added once, to the sum."""
+
+    along_outputs = False
+
+    def __init__(self, module, mp_group, **kwargs):
+        super().__init__(module, mp_group, **kwargs)
+
+    def forward(self, input):
+        """input: (..., this rank's inputs); result: (..., outputs), on every rank."""
+        made = self.exchange.sum_out(self._own(input, None))
+        return made if self.bias is None else made + self.bias
+
+
+class LmHeadLinearAllreduce(LinearAllreduce):
+    """A head that is cut along its inputs and reads all of them: each rank takes its own."""
+
+    def forward(self, input):
+        """input: (..., all inputs); result: (..., words), on every rank."""
+        copied = self.exchange.copy_in(input)
+        return super().forward(tensor_slices.narrow(copied, copied.dim() - 1, self.cut, self.tp_index))
+
+
+class _SubParams(TensorParallel_Layer):
+    """``shape``: of the whole weight, in which a tuple stands for the sizes of sub-parameters that lie end to end along
+    ``partition_dim``, and a number smaller than that dimension for so many equal ones. Each is cut on its own."""
+
+    def __init__(self, module, mp_group, shape, partition_dim, **kwargs):
+        self.shape, self.partition_dim = shape, partition_dim
+        super().__init__(module, mp_group, **kwargs)
+
+    def _cut_of(self, size):
+        return even_cut(sub_sizes(self.shape, self.partition_dim, size, self.name), self.tp_world_size, self.name)
+
+
+def sub_sizes(shape, dim, size, name):
+    """Sizes of the sub-parameters that ``shape`` gives dimension ``dim`` of a weight, ``size`` elements in all.
+    ValueError where they do not fit."""
+    told = shape[dim]
+    if isinstance(told, (tuple, list)):
+        sizes = [int(one) for one in told]
+    elif told in (-1, size):
+        sizes = [size]
+    else:
+        sizes = [size // told] * told
+    if sum(sizes) != size:
+        raise ValueError(
+            f"shape {tuple(shape)} does not fit dimension {dim} of '{name}', which has {size} elements: correct the "
+            "entry of tensor_parallel.partition_config.layer_specs that matches it"
+        )
+    return sizes
+
+
+class SubParamLinearLayer(_SubParams, LinearLayer):
+    """A layer of several sub-parameters side by side that is cut along its outputs."""
+
+    def __init__(self, module, mp_group, shape, partition_dim=0, gather_output=False, **kwargs):
+        self.gather_output = gather_output
+        _SubParams.__init__(self, module, mp_group, shape, partition_dim, gather_output=gather_output, **kwargs)
+
+
+class SubParamLinearAllreduce(_SubParams, LinearAllreduce):
+    """A layer of several sub-parameters side by side that is cut along its inputs."""
+
+    def __init__(self, module, mp_group, shape, partition_dim=1, **kwargs):
+        _SubParams.__init__(self, module, mp_group, shape, partition_dim, **kwargs)
+
+
+class SubParamColumnParallel(LinearLayer):
+    """A layer of ``parts`` equal sub-parameters side by side, cut along its outputs."""
+
+    parts = 1
+
+    def _cut_of(self, size):
+        return even_cut(sub_sizes((self.parts, -1), 0, size, self.name), self.tp_world_size, self.name)
+
+
+class fused_LinearLayer(SubParamColumnParallel):
+    """A layer that gives query, key and value, one behind the other."""
+
+    parts = 3
+
+    def __init__(self, module, mp_group, skip_partition=False, **kwargs):
+        super().__init__(module, mp_group, skip_partition=skip_partition, **kwargs)
+
+
+class GateUpPack_LinearLayer(SubParamColumnParallel):
+    """A layer that gives the gate and the values of a gated unit, one behind the other."""
+
+    parts = 2
+
+    def __init__(self, module, mp_group=None, **kwargs):
+        super().__init__(module, mp_group, **kwargs)
+
+
+class conv_LinearLayer(fused_LinearLayer):
+    """The ``Conv1D`` of GPT-2 that gives query, key and value."""
+
+
+class Yuan_LinearLayer(SubParamColumnParallel):
+    """A query or key of Yuan, of which two halves are cut on their own."""
+
+    parts = 2
+
+    def __init__(self, module, mp_group=None, skip_partition=False, **kwargs):
+        super().__init__(module, mp_group, skip_partition=skip_partition, **kwargs)
+
+
+class Yuan_LinearAllreduce(LinearAllreduce):
+    """A layer that reads values of Yuan, whose two halves are cut on their own."""
+
+    def _cut_of(self, size):
+        return even_cut([size // 2, size - size // 2], self.tp_world_size, self.name)

@@ -1,0 +1,140 @@
+"""Proves a plan of cuts before any weight moves: one block of each class runs cut and whole, and outputs and gradients
+are compared.
+
+The block is a copy in fp32 with random parameters that are alike on all ranks, so that biases and gates that begin as
+zeros count, too. Every rank of the group takes part.
+"""
+
+import copy
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.module_inject.auto_tp import cut_block
+from deepspeed.module_inject.layers import TensorParallel_Layer, cut_of
+from deepspeed.module_inject.tensor_analysis import is_linear, tensors_in, with_tensors
+
+_RELATIVE = 1e-3
+
+
+class PlanError(ValueError):
+    """A plan of cuts that computes something else than the model."""
+
+
+class _Record:
+    """One run of a block, forward and backward: ``outputs`` of its modules by name, in the order of their ends, and
+    ``grads`` of parameters and arguments by name."""
+
+    def __init__(self, block, given):
+        self.outputs, self.grads, hooks = {}, {}, []
+        for name, module in block.named_modules():
+            hooks.append(module.register_forward_hook(self._keep(name)))
+        given = with_tensors(given, _leaf)
+        with torch.enable_grad():
+            made = block(*given[0], **given[1])
+            generator = torch.Generator().manual_seed(1)
+            total = sum(
+                (one * torch.rand(one.shape, generator=generator).to(one.device)).sum()
+                for _, one in tensors_in(made)
+                if one.is_floating_point() and one.requires_grad
+            )
+        if isinstance(total, torch.Tensor):
+            total.backward()
+        for hook in hooks:
+            hook.remove()
+        self.params = dict(block.named_parameters())
+        self.grads = {f"parameter '{name}'": one.grad for name, one in self.params.items()}
+        self.grads.update({f"argument {place}": one.grad for place, one in tensors_in(given) if one.requires_grad})
+
+    def _keep(self, name):
+        def keep(module, args, made):
+            self.outputs[name] = [one.detach() for _, one in tensors_in(made) if one.is_floating_point()]
+
+        return keep
+
+
+def _leaf(place, tensor):
+    found = tensor.detach().clone()
+    return found.float().requires_grad_() if found.is_floating_point() else found
+
+
+def trial_copy(block):
+    """A copy of a block in fp32 with random parameters, the same ones on every rank, in evaluation."""
+    made = copy.deepcopy(block).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in made.parameters():
+            scale = 1.0 if param.dim() < 2 else param.shape[-1] ** -0.5
+            values = torch.randn(param.shape, generator=generator) * scale
+            param.copy_(values.abs() + 0.5 if param.dim() < 2 else values)
+            param.grad = None
+    return made
+
+
+def prove(block, name, plan, ranks, group):
+    """Raises PlanError where ``block``, cut as its ``BlockPlan`` says, gives other outputs or gradients than the whole one. The
+    text names the first module that differs. Every rank of torch's ``group`` calls it with the same arguments."""
+    rank = dist.get_rank(group)
+    whole = trial_copy(block)
+    before = _Record(whole, plan.given)
+    cut = trial_copy(block)
+    problem = None
+    try:
+        cut_block(cut, plan, ranks, group, rank)
+        problem = _difference(before, _Record(cut, plan.given), cut)
+    except (RuntimeError, ValueError, TypeError) as error:
+        problem = f"it fails: {type(error).__name__}: {error}"
+    found = [None] * ranks
+    dist.all_gather_object(found, problem, group=group)
+    told = [(one, text) for one, text in enumerate(found) if text]
+    if told:
+        raise PlanError(
+            f"tensor parallelism: block '{name}' ({type(block).__name__}) computes something else when it is cut over "
+            f"{ranks} ranks: {told[0][1]} (rank {told[0][0]} of the group). Correct the plan, or leave these layers "
+            "whole with an entry of tensor_parallel.partition_config.layer_specs of partition_type skip"
+        )
+
+
+def _difference(before, after, block):
+    """What differs first; None: nothing."""
+    for name, outputs in after.outputs.items():
+        module = block.get_submodule(name)
+        for one, wanted in zip(outputs, before.outputs.get(name, ())):
+            if isinstance(module, TensorParallel_Layer) and module.along_outputs:
+                wanted = _slice_of(wanted, one, module)
+            if wanted is None or one.shape != wanted.shape:
+                continue  # something between two layers that are cut: this rank's channels of it
+            if not _close(one, wanted):
+                return f"the output of '{name}' differs by {_gap(one, wanted):.2g}"
+    for name, grad in after.grads.items():
+        wanted = before.grads[name]
+        if grad is None or wanted is None:
+            if (grad is None) != (wanted is None):
+                return f"the gradient of {name} is missing in one of the two runs"
+            continue
+        owner = name.split("'")[1] if "'" in name else None
+        made = cut_of(after.params[owner]) if owner in after.params else None
+        wanted = wanted if made is None else made.own(wanted)
+        if grad.shape != wanted.shape or not _close(grad, wanted):
+            return f"the gradient of {name} differs by {_gap(grad, wanted):.2g}"
+    return None
+
+
+def _slice_of(whole, own, layer):
+    cut, rank = layer.cut, layer.tp_index
+    if layer.gather_output or whole.shape[-1] == own.shape[-1]:
+        return whole
+    return torch.cat([whole.narrow(-1, start, length) for start, length in cut.runs(rank)], -1)
+
+
+def _close(one, wanted):
+    return _gap(one, wanted) <= _RELATIVE
+
+
+def _gap(one, wanted):
+    """The largest difference, relative to the largest value."""
+    if one.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    return float((one - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
