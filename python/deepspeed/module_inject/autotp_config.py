@@ -29,7 +29,7 @@ def _is_size(value):
 
 @dataclasses.dataclass
 class TPLayerSpec:
-    """How parameters of some names are cut.
+    """A rule for the cut of parameters that have certain names.
 
     Args:
         patterns: regular expressions for names of parameters, each from the first letter of a name on.

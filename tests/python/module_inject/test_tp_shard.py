@@ -53,9 +53,15 @@ def test_sizes_equal_the_published_formulas(name):
 
 @pytest.mark.parametrize(
     "total,ranks,heads,grain,wanted",
-    [(8 * 64, 3, 8, 1, [192, 192, 128]), (71 * 64, 8, 71, 1, [576] * 7 + [512]),
-     (1001, 4, None, 1, [251, 250, 250, 250]), (256, 3, None, 64, [128, 64, 64]), (63, 2, None, 64, [32, 31]), (64, 4, 2, 1, [32, 32, 0, 0])],
-)  # fmt: skip
+    [
+        (8 * 64, 3, 8, 1, [192, 192, 128]),
+        (71 * 64, 8, 71, 1, [576] * 7 + [512]),
+        (1001, 4, None, 1, [251, 250, 250, 250]),
+        (256, 3, None, 64, [128, 64, 64]),
+        (63, 2, None, 64, [32, 31]),
+        (64, 4, 2, 1, [32, 32, 0, 0]),
+    ],
+)
 def test_examples(total, ranks, heads, grain, wanted):
     tp_shard.set_tp_grain_size(grain)
     assert tp_shard.get_shard_size_list(total, ranks, num_kv_heads=heads) == wanted
