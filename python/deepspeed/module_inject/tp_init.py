@@ -1,0 +1,76 @@
+"""Arguments of ``deepspeed.tp_model_init``, kept for the next call of ``deepspeed.initialize``."""
+
+from collections import namedtuple
+
+from deepspeed.config.inference import as_dtype
+
+_Arguments = namedtuple("_Arguments", "tp_size dtype tp_group")
+_recorded = None
+
+
+def record_tp_model_init_args(tp_size, dtype, tp_group, dist_module):
+    """Keeps the arguments of ``tp_model_init``.
+
+    Args:
+        tp_group: the ranks that share the model, or None where the library makes the groups.
+        dist_module: ``deepspeed.comm``, or a module with the same functions.
+
+    ValueError for a group that does not have ``tp_size`` ranks, and where an earlier call had other arguments.
+    """
+    global _recorded
+    given = _Arguments(tp_size, dtype, tp_group)
+    _check_group(given, dist_module)
+    for name, earlier, now in zip(given._fields, _recorded or given, given):
+        if earlier is not now and earlier != now:
+            raise ValueError(
+                f"tp_model_init was called with {name}={earlier!r} before, and now with {name}={now!r}: "
+                "use the same arguments until deepspeed.initialize is called"
+            )
+    _recorded = given
+
+
+def merge_tp_model_init_into_config(config_dict, mpu, mesh_param, dist_module):
+    """A configuration with what the last ``tp_model_init`` said in its section ``tensor_parallel``; ``config_dict``
+    itself where there was no such call. The arguments of that call are forgotten, also when this raises.
+
+    ValueError where the configuration says something else, and for a ``tp_group`` beside an ``mpu`` or a
+    ``mesh_param``, which make groups of their own.
+    """
+    global _recorded
+    given, _recorded = _recorded, None
+    section = config_dict.get("tensor_parallel") or {}
+    if given is None or not isinstance(section, dict):
+        return config_dict
+    other = "mpu" if mpu is not None else "mesh_param" if mesh_param is not None else None
+    if given.tp_group is not None and other is not None:
+        raise ValueError(f"tp_model_init has a tp_group, and initialize got {other}: pass one of them")
+    _check_group(given, dist_module)
+    section = dict(section)
+    size, dtype = section.get("autotp_size"), section.get("dtype")
+    _merge(section, "autotp_size", "tp_size", given.tp_size, size == 0 and given.tp_size == 1)
+    if given.dtype is not None:
+        _merge(section, "dtype", "dtype", given.dtype, dtype not in (None, "auto") and as_dtype(dtype) is given.dtype)
+    if given.tp_group is not None:
+        groups = "tensor_parallel" if "tensor_parallel" in section else "tp"
+        section[groups] = dict(section.get(groups) or {})
+        _merge(section[groups], "tp_group", "tp_group", given.tp_group)
+    return {**config_dict, "tensor_parallel": section}
+
+
+def _merge(section, key, argument, value, same=False):
+    """Sets ``key`` to the value of an argument; ValueError where it has another one that does not mean the ``same``."""
+    there = section.get(key)
+    if there not in (None, "auto", value) and not same:
+        raise ValueError(
+            f"tp_model_init was called with {argument}={value!r}, and the section tensor_parallel of the configuration "
+            f"has {key}={there!r}: make them equal, or leave the key out of the configuration"
+        )
+    section[key] = value
+
+
+def _check_group(given, dist_module):
+    if given.tp_group is None or not dist_module.is_initialized():
+        return
+    ranks = dist_module.get_world_size(group=given.tp_group)
+    if ranks != given.tp_size:
+        raise ValueError(f"tp_model_init: tp_group has {ranks} ranks, and tp_size is {given.tp_size}: make them equal")
