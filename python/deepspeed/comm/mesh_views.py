@@ -197,7 +197,10 @@ class EngineMesh:
         return adopted(data, tp=self.mp_group, **shared)
 
     def copied_along(self, param):
-        """The axis along which an earlier rank trains a copy of ``param``, as Megatron marks weights; "" for none."""
+        """The axis along which an earlier rank trains a copy of ``param``, as Megatron and layers that are cut mark
+        weights; "" for none."""
+        if getattr(param, "ds_tensor_copies", False):
+            return "tp"
         split = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
         return "" if self.mp_rank == 0 or split else "tp"
 

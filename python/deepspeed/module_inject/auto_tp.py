@@ -21,6 +21,7 @@ from deepspeed.module_inject.layers import (
     SubParamLinearAllreduce,
     SubParamLinearLayer,
     cut_param,
+    exchange_of,
     set_autotp_mode,
 )
 from deepspeed.module_inject.tensor_analysis import Part, is_linear
@@ -175,9 +176,11 @@ def cut_block(block, plan, ranks, group, rank, overlap=False):
     for name, spec in plan.ruled.items():
         _cut_by_rule(block, name, spec, group, overlap)
     _share_counts(block, plan.ruled, ranks, rank)
-    places = {place: (dim, one) for one in groups for place, dim in one.arguments}
+    places = {place: (None, one) for one in groups for place in one.shared}
+    places.update({place: (dim, one) for one in groups for place, dim in one.arguments})
     if places:
-        block.forward = functools.partial(_with_own_arguments, block.forward, places, ranks, rank)
+        exchange = exchange_of(group, overlap)
+        block.forward = functools.partial(_with_own_arguments, block.forward, places, ranks, rank, exchange)
 
 
 def _cut_by_rule(model, name, spec, group, overlap):
@@ -216,14 +219,15 @@ def _param(block, name):
     return block.get_submodule(owner)._parameters[last]
 
 
-def _with_own_arguments(forward, places, ranks, rank, *args, **kwargs):
-    """Calls a block with this rank's part of the arguments that have something for each head."""
+def _with_own_arguments(forward, places, ranks, rank, exchange, *args, **kwargs):
+    """Calls a block with this rank's part of the arguments that have something for each head. The gradients of these
+    and of other arguments that only heads see are summed over the ranks."""
 
     def own(place, tensor):
         if place not in places:
             return tensor
-        dim, group = places[place]
-        return tensor_analysis.own_units(tensor, dim, group, ranks, rank)
+        (dim, group), tensor = places[place], exchange.copy_in(tensor)
+        return tensor if dim is None else tensor_analysis.own_units(tensor, dim, group, ranks, rank)
 
     args, kwargs = tensor_analysis.with_tensors((args, kwargs), own)
     return forward(*args, **kwargs)

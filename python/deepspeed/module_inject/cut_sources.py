@@ -35,7 +35,7 @@ def source_of(model, settings=None, policy=None):
     ``injection_policy`` of ``init_inference``, a dict of block classes."""
     rules = getattr(settings, "partition_config", None)
     if rules is not None:
-        made = AutoTPConfig.from_dict(_values(rules))
+        made = AutoTPConfig.from_dict(rules if isinstance(rules, dict) else rules.model_dump())
         if made.layer_specs or made.strict_mode:
             return Source("tensor_parallel.partition_config", made, by_user=True, complete=True)
     preset = getattr(settings, "preset_model", None)
@@ -50,10 +50,6 @@ def source_of(model, settings=None, policy=None):
         pairs = [*(policy or {}).items(), *([(None, names)] if names else [])]
         return Source("injection_policy", policy=[(kind, _names(ends)) for kind, ends in pairs], by_user=True)
     return Source()
-
-
-def _values(rules):
-    return rules if isinstance(rules, dict) else {key: getattr(rules, key) for key in rules.model_fields_set_or_all()}
 
 
 def _names(ends):

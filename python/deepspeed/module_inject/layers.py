@@ -71,7 +71,7 @@ class ParamCut:
         if self.dim is None:
             return own
         sizes = [self.cut.width(rank) for rank in range(self.ranks)]
-        slices = _C.gather_widths(exchange_of(self.group).ranks, own.detach().contiguous(), self.dim, sizes)
+        slices = _C.gather_widths(mesh_views.tensor_ranks(self.group), own.detach().contiguous(), self.dim, sizes)
         return tensor_slices.join(slices.split(sizes, self.dim), self.dim, self.cut)
 
 
@@ -88,9 +88,9 @@ def cut_param(param, dim, cut, group, rank, partial=False):
     param.ds_param_cut = made
     if dim is not None:
         param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
-        param.ds_tensor_copies = sum(length for _, _, length in cut.owned(rank)) == 0
+        param.ds_tensor_copies = not cut.owned(rank) and cut.width(rank) > 0
     if partial:
-        _C.sum_gradients(param, exchange_of(group).ranks)
+        _C.sum_gradients(param, mesh_views.tensor_ranks(group))
     elif cut is not None and cut.copied():
         holders = cut.holders(rank)
         ranks = dist.get_all_ranks_from_group(group)
@@ -198,7 +198,7 @@ class LinearLayer(TensorParallel_Layer):
         if not self.gather_output or self.tp_world_size == 1:
             return made
         sizes = [self.cut.width(rank) for rank in range(self.tp_world_size)]
-        slices = _C.gather_widths(self.exchange.ranks, made, -1, sizes)
+        slices = _C.gather_widths(mesh_views.tensor_ranks(self.mp_group), made, -1, sizes)
         return tensor_slices.join(slices.split(sizes, -1), -1, self.cut)
 
     @classmethod

@@ -46,7 +46,8 @@ class Group:
     layer -> parts of its outputs; ``params``: parameter outside of linear layers -> ``(dimension, part)``; ``partial``:
     parameters that every rank has whole, of which each sees a part of the gradient; ``counts``: integers of modules,
     ``(module, attribute, units of one, elements of one)``; ``arguments``: places of the block's arguments and results
-    that are cut, ``(place, dimension)``."""
+    that are cut, ``(place, dimension)``; ``shared``: places of arguments that only reach the layers through what lies
+    between them, so that each rank sees a part of their gradient."""
 
     rows: list
     units: int
@@ -55,6 +56,7 @@ class Group:
     partial: list = dataclasses.field(default_factory=list)
     counts: list = dataclasses.field(default_factory=list)
     arguments: list = dataclasses.field(default_factory=list)
+    shared: list = dataclasses.field(default_factory=list)
 
     @property
     def readers(self):
@@ -255,16 +257,15 @@ def _unit_width(reach, name, width):
     return None
 
 
-def _parts_of(touched, units, width):
-    """Sub-parameters of a layer from ``touched``: unit -> which of its outputs reach that unit; None without a rule.
-    ``width``: channels of a unit of the next layer's input."""
+def _parts_of(touched, units):
+    """Sub-parameters of a layer from ``touched``: unit -> which of its outputs reach that unit; None without a rule."""
     table = torch.stack(touched)
     first, last = table.int().argmax(0), units - 1 - table.flip(0).int().argmax(0)
     if not bool(table.any(0).all()):  # outputs that reach nothing: a value behind a ReLU on this probe
         return None
     borders = [0, *(i for i in range(1, table.shape[1]) if first[i] < first[i - 1]), table.shape[1]]
     parts = []
-    for start, stop in itertools.pairwise(borders) if hasattr(itertools, "pairwise") else zip(borders, borders[1:]):
+    for start, stop in zip(borders, borders[1:]):
         readers = int(last[start] - first[start]) + 1
         size = stop - start
         if units % readers or size * readers % units:
@@ -322,7 +323,7 @@ def _group_of(reach, rows, columns):
         units = width // unit
         seen = [reach.channels(name, slice(one * unit, (one + 1) * unit)) for one in range(units)]
         none = {one: torch.zeros(size, dtype=torch.bool) for one, size in columns.items()}
-        found = {one: _parts_of([at.get(one, none[one]) for at in seen], units, unit) for one in columns}
+        found = {one: _parts_of([at.get(one, none[one]) for at in seen], units) for one in columns}
     if found is None or None in found.values():
         return "its inputs do not fall into heads or channels that can be cut"
     group = Group(list(rows), units, found)
@@ -331,10 +332,12 @@ def _group_of(reach, rows, columns):
 
 
 def _place_params(reach, group, width, unit):
-    """Finds the parameters outside of linear layers that reach the group: whole ones with a part of the gradient on
-    each rank, and those of which each unit has elements of its own."""
+    """Finds the arguments and the parameters outside of linear layers that reach the group: whole ones with a part of
+    the gradient on each rank, and parameters of which each unit has elements of its own."""
     name = group.rows[0]
-    reached = [key[1] for key in reach.of(reach.run.inputs[name]) if key[0] == "param"]
+    keys = list(reach.of(reach.run.inputs[name]))
+    group.shared = [place for kind, place in keys if kind == "given"]
+    reached = [one for kind, one in keys if kind == "param"]
     if not reached:
         return
     probes = min(group.units, 256)
@@ -442,9 +445,12 @@ def _counts_of(block, group, width):
         common = common[:same]
     top = ".".join(common[:-1] if len(members) == 1 else common)
     unit, shared, found = width // group.units, group.units // group.readers, []
-    values = {group.units: ("units", 1), width: ("units", unit)}
+    kinds = [("units", 1, group.units), ("units", unit, group.units)]
     if group.readers > 1:
-        values.update({shared: ("shared", 1), shared * unit: ("shared", unit), group.readers: ("readers", 1)})
+        kinds += [("shared", 1, shared), ("shared", unit, shared), ("readers", 1, group.readers)]
+    values = {}
+    for kind, each, count in kinds:
+        values.setdefault(each * count, (kind, each))
     for name, module in block.get_submodule(top).named_modules(prefix=top):
         if not is_linear(module) and not isinstance(module, nn.Embedding):
             for attribute, value in vars(module).items():
@@ -470,14 +476,31 @@ def _find_changes(block, given, whole, group, width, ranks):
         for chosen in itertools.combinations(counts, size)
         for at in ([], places)
     )
-    problem = None
-    for chosen, at in itertools.islice(itertools.chain(tries, sets), _TRIES):
+    def problem_with(chosen, at):
         group.counts, group.arguments = chosen, at
         played = (_Played(block, given, whole, [group], ranks, rank).problem for rank in {0, ranks - 1})
-        problem = next((one for one in played if one), None)
+        return next((one for one in played if one), None)
+
+    problem = None
+    for chosen, at in itertools.islice(itertools.chain(tries, sets), _TRIES):
+        problem = problem_with(chosen, at)
         if problem is None:
-            return None
-    return problem
+            break
+    else:
+        return _why(group) or problem
+    for one in chosen:  # those without which it goes, too, stay as they are
+        fewer = [other for other in group.counts if other is not one]
+        before = group.counts
+        if problem_with(fewer, at) is not None:
+            group.counts = before
+    return None
+
+
+def _why(group):
+    """Names a layer all of whose outputs each unit reads."""
+    parts = ((one, part) for one, parts in group.columns.items() for part in parts)
+    mixed = next((one for one, part in parts if part.readers == group.units), None)
+    return mixed and f"all of its channels read all of '{mixed}' (behind a norm over all heads, for example)"
 
 
 # ---- a block --------------------------------------------------------------------------------------------------------
@@ -490,7 +513,7 @@ class _Whole(_Run):
         self.samples = next((one.shape[0] for _, one in tensors_in(given) if one.dim() > 1), 1)
 
 
-def analyse(block, given, ranks):
+def analyse(block, given, ranks, training=True):
     """The ``Analysis`` of ``block`` for ``ranks`` ranks. ``given``: ``(args, kwargs)`` that it is called with."""
     twin = twin_of(block)
     with torch.random.fork_rng(devices=[]):
@@ -500,10 +523,10 @@ def analyse(block, given, ranks):
         except Exception as error:
             raise NotAnalysed(f"it does not run on the probe: {type(error).__name__}: {error}") from error
         reach = _Reach(twin, whole)
-        return _analyse(block, given, ranks, whole, reach)
+        return _analyse(block, given, ranks, whole, reach, training)
 
 
-def _analyse(block, given, ranks, whole, reach):
+def _analyse(block, given, ranks, whole, reach, training):
     sources = {name: _layers(reach.of(x)) for name, x in whole.inputs.items() if x.is_floating_point()}
     leaves = [one for _, one in tensors_in(whole.made) if one.is_floating_point()]
     shown = set().union(*(_layers(reach.of(one)) for one in leaves)) if leaves else set()
@@ -514,14 +537,10 @@ def _analyse(block, given, ranks, whole, reach):
         rows, columns = _closure(name, sources)
         problem = _conflict(rows, columns, sources, shown, taken, whole.twice)
         if problem is None:
-            made = _group_of(reach, rows, {one: whole.outputs[one].shape[-1] for one in columns})
+            made = _group_of(reach, rows, {one: out.shape[-1] for one, out in whole.outputs.items() if one in columns})
             problem = made if isinstance(made, str) else None
         if problem is None:
-            width = whole.inputs[name].shape[-1]
-            try:
-                problem = _find_changes(block, given, whole, made, width, min(ranks, made.units))
-            except (ValueError, RuntimeError) as error:
-                problem = str(error)
+            problem = _try(block, given, ranks, whole, made, whole.inputs[name].shape[-1], training)
         if problem is None:
             groups.append(made)
             taken.update({one: made for one in (*rows, *columns)})
@@ -529,6 +548,18 @@ def _analyse(block, given, ranks, whole, reach):
             reasons.update({one: problem for one in rows})
     layers = [one for one, x in whole.inputs.items() if x.is_floating_point() and one not in taken]
     return Analysis(groups, {one: reasons.get(one, "no layer that can be cut reads only its results") for one in layers})
+
+
+def _try(block, given, ranks, whole, group, width, training):
+    if group.units < ranks:
+        return f"it has {group.units} heads or channels for {ranks} ranks"
+    try:
+        for one, parts in group.columns.items():
+            if training and group.cut(parts, ranks).mixed():
+                return f"'{one}' has heads of one rank and heads that ranks share in one weight, which can be served only"
+        return _find_changes(block, given, whole, group, width, ranks)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
 
 
 def _layers(found):

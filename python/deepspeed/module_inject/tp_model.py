@@ -68,7 +68,12 @@ def tell(plan):
 @torch.no_grad()
 def whole_weights(model, state):
     """A state dict of ``model`` with whole tensors in place of this rank's slices. Every rank of the group calls it."""
-    cuts = {name: cut_of(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    cuts = {
+        f"{name}.{last}".lstrip("."): cut_of(param)
+        for name, module in model.named_modules(remove_duplicate=False)
+        for last, param in module._parameters.items()
+        if param is not None
+    }
     return {
         name: value if cuts.get(name) is None else cuts[name].join(value.to(_device_of(model))).to(value.device)
         for name, value in state.items()
