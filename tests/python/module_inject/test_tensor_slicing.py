@@ -18,7 +18,7 @@ def source(*shape):
 
 
 def of_ranks(ranks, dst_shape, call, **dims):
-    """What ``call(slicing, dst)`` returns for a fresh destination on each rank, after checks that hold for all."""
+    """Results of ``call(slicing, dst)``, one for each rank; each is in the memory of its destination."""
     results = []
     for rank in range(ranks):
         dst = torch.full(dst_shape, -1.0)
