@@ -1,5 +1,15 @@
-"""Layers of a model that is not changed by its user, replaced by layers of this library: experts spread over ranks."""
+"""Layers of a model that is not changed by its user, replaced by layers of this library: experts spread over ranks,
+weights cut among ranks."""
 
 from deepspeed.registry import lazy_package
 
-__getattr__, __dir__ = lazy_package(__name__)
+_NAMES = {
+    "AutoTPConfig": "deepspeed.module_inject.autotp_config",
+    "AutoTPPresets": "deepspeed.module_inject.autotp_config",
+    "PartitionType": "deepspeed.module_inject.autotp_config",
+    "TPLayerSpec": "deepspeed.module_inject.autotp_config",
+    "merge_autotp_configs": "deepspeed.module_inject.autotp_config",
+    "ReplaceWithTensorSlicing": "deepspeed.module_inject.tensor_slicing",
+}
+
+__getattr__, __dir__ = lazy_package(__name__, _NAMES)

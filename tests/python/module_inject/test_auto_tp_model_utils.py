@@ -73,7 +73,7 @@ def test_one_rank_has_all_heads(heads, dtype):
 
 
 def of_all_ranks(ranks, call):
-    """What ``call(mp_group=...)`` returns on each rank."""
+    """Results of ``call(mp_group=...)``, one for each rank."""
     return [call(mp_group=(rank, ranks)) for rank in range(ranks)]
 
 
