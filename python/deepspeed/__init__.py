@@ -20,6 +20,10 @@ _NAMES = {
     "DeepSpeedEngine": "deepspeed.engine.engine",
     "DeepSpeedOptimizerCallable": "deepspeed.engine.engine",
     "DeepSpeedSchedulerCallable": "deepspeed.engine.engine",
+    "tp_model_init": "deepspeed.module_inject.tp_init",
+    "record_tp_model_init_args": "deepspeed.module_inject.tp_init",
+    "merge_tp_model_init_into_config": "deepspeed.module_inject.tp_init",
+    "set_autotp_mode": "deepspeed.module_inject.layers",
     "init_inference": "deepspeed.inference.engine",
     "InferenceEngine": "deepspeed.inference.engine",
     "is_compile_supported": "deepspeed.engine.parts.compiling",
@@ -60,7 +64,6 @@ _CONSTANTS = {
 # Names that are published and not built yet, by module. A row goes when the feature comes.
 _LATER = {
     "inference": ("replace_transformer_layer", "revert_transformer_layer"),
-    "tensor parallelism": ("tp_model_init", "set_autotp_mode"),
     "the hybrid engine": ("DeepSpeedHybridEngine",),
     "the transformer kernel": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
 }

@@ -11,6 +11,7 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.pipeline_engine import DualPipeVEngine, PipelineEngine
 from deepspeed.git_version_info import git_branch, git_hash
 from deepspeed.log import log_dist
+from deepspeed.module_inject.tp_init import merge_tp_model_init_into_config
 from deepspeed.ops.muon import set_optimizer_flags
 from deepspeed.pipe.module import DualPipeVModule, PipelineModule
 from deepspeed.version import __version__
@@ -55,7 +56,7 @@ def initialize(
         assert mpu is None, "the ranks of a PipelineModule are those of its topology: leave mpu= out"
         mpu = model.mpu()
     log_dist(f"DeepSpeed info: version={__version__}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
-    found = choose_config(args, config, config_params)
+    found = merge_tp_model_init_into_config(choose_config(args, config, config_params), mpu, mesh_param, dist)
     if mesh_param is not None and mpu is not None:
         raise ValueError("mesh_param and mpu both say which ranks share what: pass one of them")
     mesh = MeshShape(mesh_param) if mesh_param is not None else None

@@ -2,10 +2,45 @@
 
 from collections import namedtuple
 
+from deepspeed import comm as dist
+from deepspeed.config.errors import config_error
+from deepspeed.config.getters import load_ds_config
 from deepspeed.config.inference import as_dtype
+from deepspeed.module_inject.layers import set_autotp_mode
 
 _Arguments = namedtuple("_Arguments", "tp_size dtype tp_group")
 _recorded = None
+
+
+def tp_model_init(model, tp_size, dtype, config=None, **kwargs):
+    """Announces that ``tp_size`` ranks will share the layers of ``model``, and returns it; the next
+    ``deepspeed.initialize`` cuts it.
+
+    Args:
+        dtype: the type of the parameters, for the section ``tensor_parallel``; None leaves that to the configuration.
+        config: the configuration that ``initialize`` will get: a dict, a path, or base64 of JSON. What its section
+            ``tensor_parallel`` says is compared at once.
+        tp_group: the ranks that share the model; by default neighbours do.
+
+    ValueError where the arguments disagree with each other, with ``config`` or with an earlier call.
+    """
+    group = kwargs.pop("tp_group", None)
+    if kwargs:
+        raise TypeError(f"tp_model_init got unknown arguments {sorted(kwargs)}: tp_group is the only one known")
+    if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
+        raise config_error(f"tp_model_init: tp_size is {tp_size!r}, and it must be a whole number >= 1", ["tp_size"])
+    _check_world(tp_size)
+    record_tp_model_init_args(tp_size, dtype, group, dist)
+    if config is not None:
+        merged_with(_recorded, load_ds_config(config))
+    set_autotp_mode(training=True)
+    return model
+
+
+def _check_world(tp_size):
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world % tp_size and dist.is_initialized():
+        raise ValueError(f"tp_model_init: tp_size = {tp_size} does not divide the {world} ranks of this job")
 
 
 def record_tp_model_init_args(tp_size, dtype, tp_group, dist_module):
@@ -38,13 +73,20 @@ def merge_tp_model_init_into_config(config_dict, mpu, mesh_param, dist_module):
     """
     global _recorded
     given, _recorded = _recorded, None
-    section = config_dict.get("tensor_parallel") or {}
-    if given is None or not isinstance(section, dict):
+    if given is None:
         return config_dict
     other = "mpu" if mpu is not None else "mesh_param" if mesh_param is not None else None
     if given.tp_group is not None and other is not None:
         raise ValueError(f"tp_model_init has a tp_group, and initialize got {other}: pass one of them")
     _check_group(given, dist_module)
+    return merged_with(given, load_ds_config(config_dict))
+
+
+def merged_with(given, config):
+    """The dict ``config`` with the recorded arguments ``given`` in its section ``tensor_parallel``."""
+    section = config.get("tensor_parallel") or {}
+    if not isinstance(section, dict):
+        return config
     section = dict(section)
     size, dtype = section.get("autotp_size"), section.get("dtype")
     _merge(section, "autotp_size", "tp_size", given.tp_size, size == 0 and given.tp_size == 1)
@@ -54,7 +96,7 @@ def merge_tp_model_init_into_config(config_dict, mpu, mesh_param, dist_module):
         groups = "tensor_parallel" if "tensor_parallel" in section else "tp"
         section[groups] = dict(section.get(groups) or {})
         _merge(section[groups], "tp_group", "tp_group", given.tp_group)
-    return {**config_dict, "tensor_parallel": section}
+    return {**config, "tensor_parallel": section}
 
 
 def _merge(section, key, argument, value, same=False):

@@ -4,6 +4,7 @@ At ZeRO stage 3 a parameter is in slices (``csrc/plan/saved_layout.h`` says whos
 at a time passes to rank 0, on every rank in the same order.
 """
 
+import contextlib
 import os
 
 import torch
@@ -16,6 +17,8 @@ from deepspeed.comm.agreement import attempt
 from deepspeed.formats.lazy_tensor import itemsize
 from deepspeed.formats.weight_files import StoredWeight, as_weight, write_safetensors, write_torch, write_whole
 from deepspeed.log import logger
+from deepspeed.utils.param_cut import cut_of
+from deepspeed.zero.gathers.gathered import GatheredParameters
 from deepspeed.zero.parameters.param_ranks import own_extent, ranks_of, saved_part
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
@@ -64,6 +67,25 @@ class _PassingWeight(StoredWeight):
         self.finish()
 
 
+class _JoinedWeight(_PassingWeight):
+    """A weight of which the ranks that share a layer have slices. They all join it; rank 0 keeps it."""
+
+    def __init__(self, param, device):
+        self.param, self.cut = param, cut_of(param)
+        super().__init__(self.cut.whole_shape(saved_part(param)[1]), param.dtype, [], None, device)
+
+    def _start(self):
+        self.gathered, self._left = self.gathered + 1, [self.param]
+
+    def _pass(self):
+        while self._left:
+            param = self._left.pop()
+            with GatheredParameters([param]) if is_sharded(param) else contextlib.nullcontext():
+                whole = self.cut.join(param.detach().contiguous())
+            if self.rank == 0:
+                yield whole.contiguous().view(-1)
+
+
 def _lent(param):
     """A function that gives the elements that this rank has of a tensor, flat."""
     if is_sharded(param):
@@ -81,14 +103,22 @@ def _state_of(run, exclude_frozen_parameters):
     layout = _C.SavedLayout.sliced([param.ds_numel for param in cut.values()], [], len(holders), "the model")
     made = {}
     for number, (name, param) in enumerate(cut.items()):
-        if ranks_of(param) is None and id(param) not in made:
+        if ranks_of(param) is None and id(param) not in made and not _is_joined(param):
             # Rank 0 has nothing of the model of other model-parallel ranks.
             runs = layout.runs(number) if 0 in holders else []
             parts = [(offset, numel, holders[rank]) for offset, numel, rank, _ in runs]
             made[id(param)] = _PassingWeight(param.ds_shape, param.dtype, parts, _lent(param), run.device)
         state[name] = made.get(id(param), state[name])
+    for name, param in params.items():
+        if name in state and _is_joined(param):
+            made[id(param)] = made.get(id(param)) or _JoinedWeight(param, run.device)
+            state[name] = made[id(param)]
     state.update(remote)
     return state
+
+
+def _is_joined(param):
+    return cut_of(param) is not None and cut_of(param).dim is not None
 
 
 def _remote(run, state):

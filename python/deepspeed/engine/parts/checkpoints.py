@@ -154,8 +154,13 @@ class Checkpoints:
             mp_rank=engine.mp_rank_for_files(),
             mp_world_size=engine.mp_world_size,
             holders=engine._access.access.world if engine._stage_policy.shards_params else 1,
-            degrees=parallel_metadata(parallel.mpu),
+            degrees=self._degrees(),
         )
+
+    def _degrees(self):
+        parallel = self.engine.parallel
+        own = {} if parallel.mpu is not None else {CHECKPOINT_TP_DEGREE: parallel.mp_world_size}
+        return {**parallel_metadata(parallel.mpu), **own}
 
     def _position(self):
         """In the training data, where the accumulation window began. None for a stage in the middle of a pipeline."""
@@ -378,9 +383,10 @@ class Checkpoints:
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
         """Rank 0: the whole state dict on the CPU, in the dtype the model computes with; None elsewhere.
 
-        Every rank calls it. Raises ValueError below ZeRO stage 3.
+        Every rank calls it. Raises ValueError where every rank has the whole weights: below ZeRO stage 3, without
+        tensor parallelism.
         """
-        if not self.engine._stage_policy.shards_params:
+        if not self.engine._stage_policy.shards_params and self.engine._tensors.ranks == 1:
             raise ValueError("consolidating weights needs ZeRO stage 3; below it module.state_dict() is whole")
         self._take_writes()
         return whole_state_dict(self.run_state(), exclude_frozen_parameters)
