@@ -18,6 +18,7 @@ DS_BINDINGS(m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<TensorExchange, std::shared_ptr<TensorExchange>>(m, "TensorExchange")
       .def(py::init<comm::CommunicatorPtr, bool>(), "ranks"_a, "overlap"_a = false)
+      .def_property_readonly("ranks", &TensorExchange::ranks)
       .def("copy_in", &TensorExchange::copy_in, "input"_a, Unlocked())
       .def("sum_out", &TensorExchange::sum_out, "part"_a, Unlocked())
       .def("linear", &TensorExchange::linear, "input"_a, "weight"_a, "bias"_a = py::none(), Unlocked());

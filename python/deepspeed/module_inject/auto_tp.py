@@ -1,233 +1,137 @@
-"""Automatic tensor parallelism: a plan of which layers of a model are cut how, and its execution.
-
-The plan is a table with a row for each parameter that changes. Where it comes from is decided layer by layer by
-``CutPlan.source``: the section ``tensor_parallel`` of the configuration, the model's own plan, a policy of the script,
-or the analysis of what the model computes (``tensor_analysis``).
-"""
-
-import dataclasses
-import functools
+"""``AutoTP``, the published class that cuts a model over ranks, and the names that scripts import beside it."""
 
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.log import log_dist
-from deepspeed.module_inject import probe, tensor_analysis, tp_shard
-from deepspeed.module_inject.autotp_config import PartitionType
-from deepspeed.module_inject.cut_sources import ANALYSIS, Source, roles_in, source_of
-from deepspeed.module_inject.layers import (
-    LinearAllreduce,
-    LinearLayer,
-    SubParamLinearAllreduce,
-    SubParamLinearLayer,
-    cut_param,
-    exchange_of,
-    set_autotp_mode,
-)
-from deepspeed.module_inject.tensor_analysis import Part, is_linear
+from deepspeed.module_inject import probe
+from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec  # noqa: F401
+from deepspeed.module_inject.block_twin import is_linear
+from deepspeed.module_inject.cut_plan import cut_model, plan_of, share_counts
+from deepspeed.module_inject.tensor_slicing import ReplaceWithTensorSlicing  # noqa: F401
+from deepspeed.utils.param_cut import cut_of
 
-# Integers of modules that a rule without an analysis shares, by their published names.
-_COUNTS = (
-    "n_heads", "inner_dim", "num_heads", "num_kv", "num_attention_heads", "num_attn_heads", "all_head_size",
-    "embed_dim", "hidden_size", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "d_model",
-    "num_attention_heads_per_partition", "num_multi_query_groups_per_partition", "hidden_size_per_partition",
+_KV_HEADS = (
+    "multi_query_group_num", "num_kv_heads", "num_key_value_heads", "num_attention_heads", "n_heads", "attention_heads",
 )  # fmt: skip
 
 
-@dataclasses.dataclass
-class BlockPlan:
-    """``groups``: of layers that are cut together, by names in the block. ``ruled``: ``{layer: TPLayerSpec}`` of layers
-    that a rule cuts by itself. ``whole``: ``{layer: reason}``. ``given``: what the block is called with on the probe;
-    None: it was not called."""
+class AutoTP:
+    """Cuts ``module`` over the ranks that ``set_tensor_parallel_config`` names.
 
-    groups: list
-    whole: dict
-    given: tuple = None
-    ruled: dict = dataclasses.field(default_factory=dict)
+    Args:
+        all_reduce_linears: ends of the names of the linear layers whose results are summed; empty: the analysis of the
+            model finds them, or ``partition_config`` names them.
+        prefix: of the names in ``state_dict``, whose weights the module gets before it is cut; None: it has them.
+        linear_layer_setting: classes that count as linear layers; those that are known count anyway.
+        orig_layer_impl: the class of the blocks that ``all_reduce_linears`` is for; None: all of them.
+        keep_module_on_host: the slices stay in host memory.
+        partition_config: an ``AutoTPConfig``.
+    """
 
+    def __init__(
+        self,
+        module,
+        all_reduce_linears,
+        prefix,
+        state_dict,
+        linear_layer_setting,
+        orig_layer_impl,
+        keep_module_on_host=False,
+        partition_config=None,
+    ):
+        self.module, self.all_reduce_linears = module, tuple(all_reduce_linears or ())
+        self.prefix, self.state_dict = prefix, state_dict
+        self.linear_layer_setting = tuple(linear_layer_setting or ())
+        self.orig_layer_impl, self.keep_module_on_host = orig_layer_impl, keep_module_on_host
+        self.partition_config, self.linear_policies = partition_config, None
+        self.mp_size, self.mp_group = 1, None
 
-@dataclasses.dataclass
-class CutPlan:
-    """What is cut of a model. ``blocks``: name of a block -> its ``BlockPlan``; blocks of one kind share it.
-    ``outside``: ``{layer: TPLayerSpec}`` of layers outside of blocks."""
+    # ---- models ------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def in_module_list(module, module_list):
+        """Whether a module of the same class is in the list."""
+        return any(type(module) is type(one) for one in module_list)
 
-    ranks: int
-    blocks: dict
-    source: Source
-    outside: dict = dataclasses.field(default_factory=dict)
+    @staticmethod
+    def get_module_list(model):
+        """One block of each class of a model's blocks."""
+        found = {}
+        for block in probe.blocks_of(model).values():
+            found.setdefault(type(block), block)
+        return list(found.values())
 
-    def kinds(self):
-        """``{name of the first block: BlockPlan}`` of each kind of block."""
-        first = {}
-        for name, one in self.blocks.items():
-            first.setdefault(id(one), (name, one))
-        return dict(first.values())
+    @staticmethod
+    def supported(model):
+        """True: every model can be analysed; what cannot be cut stays whole. ``model``: its name or the model."""
+        return model is not None
 
+    @staticmethod
+    def kernel_supported(module_list):
+        """Whether the blocks have inference kernels: none has."""
+        return any(hasattr(one, "ds_inference_kernel") for one in module_list)
 
-def plan_of(model, ranks, settings=None, policy=None):
-    """The ``CutPlan`` of a model for ``ranks`` ranks. ``settings``: the section ``tensor_parallel``, ``policy``: the
-    ``injection_policy`` of ``init_inference``. NotAnalysed where nobody says how to cut, and the model does not run on
-    a probe."""
-    source, blocks = source_of(model, settings, policy), probe.blocks_of(model)
-    roles = {} if source.name == ANALYSIS else roles_in(source, model, blocks)
-    try:
-        calls = probe.calls_of(model, blocks)
-    except tensor_analysis.NotAnalysed:
-        if source.name == ANALYSIS:
-            raise
-        calls = {}
-    plans, found = {}, {}
-    for name, block in blocks.items():
-        kind = probe.kind_of(block)
-        if kind not in plans and (kind in calls or roles):
-            plans[kind] = _plan_block(name, block, calls.get(kind), ranks, source, roles)
-        if kind in plans:
-            found[name] = plans[kind]
-    inside = tuple(f"{name}." for name in blocks if name)
-    outside = {} if "" in blocks else {one: spec for one, spec in roles.items() if not one.startswith(inside)}
-    return CutPlan(ranks, found, source, _can_be_cut(model, outside))
+    @staticmethod
+    def get_layers(parent, module):
+        """Names of the layers with weights in ``module``, each behind ``parent``."""
+        layers = (name for name, one in module.named_modules() if is_linear(one) or isinstance(one, nn.LayerNorm))
+        return [f"{parent}.{name}" if parent else f".{name}" for name in layers]
 
+    @staticmethod
+    def update_policy_list(policy_list, new_module, new_gems):
+        """Adds ``(class, names)`` to a policy, or the names to those that its class has. Returns the list."""
+        for index, (kind, names) in enumerate(policy_list):
+            if kind is type(new_module):
+                policy_list[index] = kind, sorted({*names, *new_gems})
+                return policy_list
+        policy_list.append((type(new_module), list(new_gems)))
+        return policy_list
 
-def _plan_block(name, block, given, ranks, source, roles):
-    analysed, problem = None, "the model did not run on a probe"
-    if given is not None:
-        try:
-            analysed = tensor_analysis.analyse(block, given, ranks)
-        except tensor_analysis.NotAnalysed as error:
-            problem = str(error)
-    if source.name == ANALYSIS:
-        if analysed is None:
-            layers = [one for one, module in block.named_modules() if is_linear(module)]
-            return BlockPlan([], dict.fromkeys(layers, problem), given)
-        return BlockPlan(analysed.groups, analysed.whole, given)
-    prefix = f"{name}." if name else ""
-    own = {one[len(prefix) :]: spec for one, spec in roles.items() if one.startswith(prefix)}
-    groups = [one for one in analysed.groups if _agree(one, own)] if analysed is not None else []
-    taken = {one for group in groups for one in (*group.rows, *group.columns)}
-    layers = {one for one, module in block.named_modules() if is_linear(module)}
-    ruled = {one: spec for one, spec in own.items() if one not in taken and one in layers and _cuts(spec)}
-    whole = dict.fromkeys(sorted(layers - taken - set(ruled)), f"{source.name} leaves it whole")
-    return BlockPlan(groups, whole, given, ruled)
+    @staticmethod
+    def tp_parser(model):
+        """``[(class of blocks, names of the layers whose results are summed)]``, as an injection policy has them."""
+        policy, ranks = [], 2
+        plan = plan_of(model, ranks)
+        for name, one in plan.kinds().items():
+            rows = [row for group in one.groups for row in group.rows]
+            if rows:
+                policy = AutoTP.update_policy_list(policy, model.get_submodule(name), rows)
+        if not policy:
+            raise ValueError(f"no layer of {type(model).__name__} can be cut: {plan.reasons()}")
+        return policy
 
+    @staticmethod
+    def get_model_num_kv_heads(config):
+        """The number of key/value heads that a model's configuration says, or None."""
+        values = (getattr(config, name, None) for name in _KV_HEADS)
+        return next((value for value in values if value is not None), None)
 
-def _cuts(spec):
-    return spec.partition_type is not PartitionType.SKIP
+    # ---- the cut -----------------------------------------------------------------------------------------------------
+    def set_tensor_parallel_config(self, mp_size, mp_group):
+        """The ranks that share the model."""
+        self.mp_size, self.mp_group = mp_size, mp_group
 
+    def update_linear_policies(self):
+        """Makes the plan of the cut. ValueError where rules do not fit the model."""
+        policy = {self.orig_layer_impl: self.all_reduce_linears} if self.all_reduce_linears else None
+        self.linear_policies = plan_of(self.module, self.mp_size, self.partition_config, policy)
 
-def _agree(group, roles):
-    """Whether rules say of all layers of a group what the analysis says, which then knows the heads."""
-    wanted = {**dict.fromkeys(group.rows, PartitionType.ROW), **dict.fromkeys(group.columns, PartitionType.COLUMN)}
-    return all(one in roles and roles[one].partition_type is kind for one, kind in wanted.items())
+    def update_mp_params(self, child, name=None):
+        """Gives a module this rank's share of the integers with published names (the number of heads, for example)."""
+        share_counts(child, self.mp_size, dist.get_rank(self.mp_group), name)
 
+    def _replace_module(self, r_module, prev_name="", prev_class_name=""):
+        """Cuts the module, with ``state_dict``'s weights where there are some. Returns it."""
+        if self.linear_policies is None:
+            self.update_linear_policies()
+        if self.state_dict is not None:
+            start = self.prefix or ""
+            state = {key[len(start) :]: one for key, one in self.state_dict.items() if key.startswith(start)}
+            r_module.load_state_dict(state, strict=False)
+        cut_model(r_module, self.linear_policies, self.mp_group)
+        return r_module.cpu() if self.keep_module_on_host else r_module
 
-def _can_be_cut(model, roles):
-    """Those of ``{layer: rule}`` whose weight no other module has: a tied one stays whole with the other."""
-    owners = {}
-    for _, module in model.named_modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(id(param), set()).add(id(module))
-    found = {}
-    for name, spec in roles.items():
-        module = model.get_submodule(name)
-        if is_linear(module) and _cuts(spec) and len(owners[id(module.weight)]) == 1:
-            found[name] = spec
-    return found
-
-
-# ---- execution ------------------------------------------------------------------------------------------------------
-def cut_model(model, plan, group, overlap=False):
-    """Cuts a model in place for this rank of torch's ``group``. Every rank of the group calls it."""
-    rank = dist.get_rank(group)
-    set_autotp_mode(training=True)
-    for name, one in plan.blocks.items():
-        cut_block(model.get_submodule(name), one, plan.ranks, group, rank, overlap)
-    for name, spec in plan.outside.items():
-        _cut_by_rule(model, name, spec, group, overlap)
-    cut = sum(len(one.rows) + len(one.columns) for block in plan.blocks.values() for one in block.groups)
-    cut += sum(len(block.ruled) for block in plan.blocks.values()) + len(plan.outside)
-    log_dist(
-        f"Tensor parallelism: {cut} layers of {len(plan.blocks)} blocks are cut over {plan.ranks} ranks, as "
-        f"{plan.source.name} says",
-        ranks=[0],
-    )
-
-
-def cut_block(block, plan, ranks, group, rank, overlap=False):
-    """Cuts one block in place, as its ``BlockPlan`` says."""
-    groups = plan.groups
-    for one in groups:
-        for name in one.rows:
-            layer = block.get_submodule(name)
-            width = tensor_analysis.features(layer)[0]
-            made = LinearAllreduce(layer, group, name=name, cut=one.cut([Part(width)], ranks), overlap=overlap)
-            _replace(block, name, made)
-        for name, parts in one.columns.items():
-            layer, cut = block.get_submodule(name), one.cut(parts, ranks)
-            if isinstance(layer, nn.Embedding):
-                cut_param(layer.weight, 1, cut, group, rank)
-                layer.embedding_dim = cut.width(rank)
-            else:
-                _replace(block, name, LinearLayer(layer, group, name=name, cut=cut, overlap=overlap))
-        for name, (dim, part) in one.params.items():
-            cut_param(_param(block, name), dim, one.cut([part], ranks), group, rank)
-        for name in one.partial:
-            cut_param(_param(block, name), None, None, group, rank, partial=True)
-        tensor_analysis.change_counts(block, one, ranks, rank)
-    for name, spec in plan.ruled.items():
-        _cut_by_rule(block, name, spec, group, overlap)
-    _share_counts(block, plan.ruled, ranks, rank)
-    places = {place: (None, one) for one in groups for place in one.shared}
-    places.update({place: (dim, one) for one in groups for place, dim in one.arguments})
-    if places:
-        exchange = exchange_of(group, overlap)
-        block.forward = functools.partial(_with_own_arguments, block.forward, places, ranks, rank, exchange)
-
-
-def _cut_by_rule(model, name, spec, group, overlap):
-    """Replaces a layer as a rule says, by sizes alone."""
-    layer, more = model.get_submodule(name), {"name": name, "overlap": overlap}
-    dim, shape = spec.get_partition_dim(), spec.shape
-    if spec.partition_type is PartitionType.ROW:
-        made = LinearAllreduce(layer, group, **more) if shape is None else SubParamLinearAllreduce(
-            layer, group, shape, dim, **more
-        )
-    elif shape is None:
-        made = LinearLayer(layer, group, gather_output=spec.gather_output, **more)
-    else:
-        made = SubParamLinearLayer(layer, group, shape, dim, gather_output=spec.gather_output, **more)
-    _replace(model, name, made)
-
-
-def _share_counts(block, ruled, ranks, rank):
-    """Gives modules with layers that a rule has cut this rank's share of the integers with published names."""
-    owners = {name.rpartition(".")[0] for name, spec in ruled.items() if not spec.gather_output}
-    for owner in owners:
-        module = block.get_submodule(owner)
-        for name in _COUNTS:
-            value = getattr(module, name, None)
-            if type(value) is int and value >= ranks:
-                setattr(module, name, tp_shard.get_shard_size(value, ranks, name, rank))
-
-
-def _replace(block, name, made):
-    owner, _, last = name.rpartition(".")
-    setattr(block.get_submodule(owner), last, made)
-
-
-def _param(block, name):
-    owner, _, last = name.rpartition(".")
-    return block.get_submodule(owner)._parameters[last]
-
-
-def _with_own_arguments(forward, places, ranks, rank, exchange, *args, **kwargs):
-    """Calls a block with this rank's part of the arguments that have something for each head. The gradients of these
-    and of other arguments that only heads see are summed over the ranks."""
-
-    def own(place, tensor):
-        if place not in places:
-            return tensor
-        (dim, group), tensor = places[place], exchange.copy_in(tensor)
-        return tensor if dim is None else tensor_analysis.own_units(tensor, dim, group, ranks, rank)
-
-    args, kwargs = tensor_analysis.with_tensors((args, kwargs), own)
-    return forward(*args, **kwargs)
+    def register_replicated_grad_hooks(self, model):
+        """Sums the gradients of whole parameters that rules mark with ``grad_allreduce`` over the ranks; the cut has
+        done it already. Returns their names."""
+        cuts = ((name, cut_of(param)) for name, param in model.named_parameters())
+        return [name for name, cut in cuts if cut is not None and cut.partial]

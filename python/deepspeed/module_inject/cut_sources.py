@@ -11,7 +11,7 @@
 import dataclasses
 
 from deepspeed.module_inject.autotp_config import AutoTPConfig, AutoTPPresets, PartitionType, TPLayerSpec
-from deepspeed.module_inject.tensor_analysis import is_linear
+from deepspeed.module_inject.block_twin import is_linear
 from deepspeed.module_inject.tp_plan_converter import TPPlanConverter, _get_hf_tp_plan
 
 ANALYSIS = "the analysis of the model"
@@ -31,11 +31,11 @@ class Source:
 
 
 def source_of(model, settings=None, policy=None):
-    """The ``Source`` for a model. ``settings``: the section ``tensor_parallel``; ``policy``: the argument
-    ``injection_policy`` of ``init_inference``, a dict of block classes."""
-    rules = getattr(settings, "partition_config", None)
+    """The ``Source`` for a model. ``settings``: the section ``tensor_parallel``, or an ``AutoTPConfig``; ``policy``:
+    the argument ``injection_policy`` of ``init_inference``, a dict of block classes."""
+    rules = settings if isinstance(settings, AutoTPConfig) else getattr(settings, "partition_config", None)
     if rules is not None:
-        made = AutoTPConfig.from_dict(rules if isinstance(rules, dict) else rules.model_dump())
+        made = rules if isinstance(rules, AutoTPConfig) else AutoTPConfig.from_dict(rules.model_dump())
         if made.layer_specs or made.strict_mode:
             return Source("tensor_parallel.partition_config", made, by_user=True, complete=True)
     preset = getattr(settings, "preset_model", None)
@@ -76,8 +76,8 @@ def roles_in(source, model, blocks):
     if not found or unused and source.complete:
         patterns = [pattern for one in unused for pattern in one.patterns]
         raise ValueError(
-            f"{source.name}: no parameter of {type(model).__name__} fits the patterns {patterns}. A pattern is a regular "
-            "expression for a name such as 'layers.0.mlp.up_proj.weight', from its first letter on: correct or remove it"
+            f"{source.name}: no parameter of {type(model).__name__} fits the patterns {patterns}: correct or remove "
+            "them out: a pattern is a regular expression for a whole name such as 'layers.0.mlp.up_proj.weight'"
         )
     return found
 
@@ -103,7 +103,7 @@ def _roles_of_policy(source, blocks):
     if not found:
         wanted = [(getattr(kind, "__name__", kind), names) for kind, names in source.policy]
         raise ValueError(
-            f"injection_policy: no block of the model has a layer of {wanted}: the policy maps a class of blocks to the "
-            "ends of the names of the linear layers whose results are summed, {T5Block: ('SelfAttention.o',)}"
+            f"injection_policy: no block of the model has a layer of {wanted}. It maps a class of blocks to the "
+            "ends of the names of its linear layers whose results are summed: {T5Block: ('SelfAttention.o',)}"
         )
     return found

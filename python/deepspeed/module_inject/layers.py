@@ -285,3 +285,31 @@ class Yuan_LinearAllreduce(LinearAllreduce):
 
     def _cut_of(self, size):
         return even_cut([size // 2, size - size // 2], self.tp_world_size, self.name)
+
+
+# ---- embeddings -----------------------------------------------------------------------------------------------------
+def cut_embedding(module, cut, group, rank):
+    """Keeps this rank's features of an embedding, in place."""
+    cut_param(module.weight, 1, cut, group, rank)
+    module.embedding_dim = cut.width(rank)
+
+
+class HiddenParallelEmbedding(nn.Module):
+    """An embedding of which each rank has some features; it gives all of them. ``module``: the whole embedding."""
+
+    def __init__(self, module, mp_group=None, name=None):
+        super().__init__()
+        if module.max_norm is not None:
+            raise ValueError(f"'{name}' has a max_norm, which needs all features of a word: leave it whole (skip)")
+        self.weight, self.mp_group = module.weight, mp_group
+        self.options = {key: getattr(module, key) for key in ("padding_idx", "scale_grad_by_freq", "sparse")}
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
+        ranks, rank = (1, 0) if mp_group is None else (dist.get_world_size(mp_group), dist.get_rank(mp_group))
+        self.cut = even_cut([module.embedding_dim], ranks, name)
+        cut_param(self.weight, 1, self.cut, mp_group, rank)
+
+    def forward(self, input):
+        """input: (...), whole numbers; result: (..., features)."""
+        sizes = [self.cut.width(rank) for rank in range(self.cut.ranks())]
+        made = nn.functional.embedding(input, self.weight, **self.options)
+        return _C.gather_widths(mesh_views.tensor_ranks(self.mp_group), made, -1, sizes)

@@ -6,7 +6,7 @@ import inspect
 import torch
 from torch import nn
 
-from deepspeed.module_inject.tensor_analysis import NotAnalysed, is_linear, tensors_in, with_tensors
+from deepspeed.module_inject.block_twin import NotAnalysed, is_linear, tensors_in, with_tensors
 
 _SAMPLES, _TOKENS = 2, 5
 
@@ -37,8 +37,8 @@ def kind_of(block):
 
 
 def calls_of(model, blocks):
-    """``{kind: (args, kwargs)}`` of one block of each kind, from one run of the model in evaluation. Other blocks of the
-    kind give what the first one gave. NotAnalysed with the cause where the model does not run on the probe."""
+    """``{kind: (args, kwargs)}`` of one block of each kind, from one run of the model in evaluation. Other blocks of
+    the kind give what the first one gave. NotAnalysed with the cause where the model does not run on the probe."""
     calls, replaced = {}, []
     results, training = {}, [one for one in model.modules() if one.training]
     for block in blocks.values():

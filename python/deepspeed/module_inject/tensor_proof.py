@@ -10,9 +10,9 @@ import copy
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.module_inject.auto_tp import cut_block
+from deepspeed.module_inject.block_twin import tensors_in, with_tensors
+from deepspeed.module_inject.cut_plan import cut_block
 from deepspeed.module_inject.layers import TensorParallel_Layer, cut_of
-from deepspeed.module_inject.tensor_analysis import is_linear, tensors_in, with_tensors
 
 _RELATIVE = 1e-3
 
@@ -72,8 +72,8 @@ def trial_copy(block):
 
 
 def prove(block, name, plan, ranks, group):
-    """Raises PlanError where ``block``, cut as its ``BlockPlan`` says, gives other outputs or gradients than the whole one. The
-    text names the first module that differs. Every rank of torch's ``group`` calls it with the same arguments."""
+    """Raises PlanError where ``block``, cut as its ``BlockPlan`` says, gives other outputs or gradients than the whole
+    one. The text names the first module that differs. Every rank of torch's ``group`` calls it with equal arguments."""
     rank = dist.get_rank(group)
     whole = trial_copy(block)
     before = _Record(whole, plan.given)

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.log import log_dist, logger
-from deepspeed.module_inject.auto_tp import cut_model, plan_of
+from deepspeed.module_inject.cut_plan import cut_model, plan_of
 from deepspeed.module_inject.layers import cut_of
 from deepspeed.module_inject.tensor_proof import PlanError, prove
 
@@ -59,10 +59,9 @@ def _same_weights(model, group):
 
 def tell(plan):
     """Logs what stays whole, once for each kind of block."""
-    for name, one in plan.kinds().items():
-        whole = ", ".join(f"{layer} ({reason})" for layer, reason in one.whole.items())
-        if whole:
-            log_dist(f"Tensor parallelism: layers of '{name}' that every rank has whole: {whole}", ranks=[0])
+    whole = ", ".join(f"{layer} ({reason})" for layer, reason in plan.reasons().items())
+    if whole:
+        log_dist(f"Tensor parallelism: every rank has these layers whole: {whole}", ranks=[0])
 
 
 @torch.no_grad()

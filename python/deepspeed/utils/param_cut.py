@@ -34,7 +34,7 @@ class ParamCut:
 
     def own(self, whole):
         """This rank's slice of the whole tensor, in memory of its own."""
-        return whole if self.dim is None else tensor_slices.narrow(whole, self.dim, self.cut, self.rank).contiguous()
+        return whole if self.dim is None else tensor_slices.narrow(whole, self.dim, self.cut, self.rank)
 
     def join(self, own):
         """The whole tensor on every rank of the group, from the slices of all of them. Every rank calls it."""

@@ -1,0 +1,77 @@
+"""Layers of a block that are cut together, and which of their channels each rank has."""
+
+import dataclasses
+
+from deepspeed._native import _C
+
+
+@dataclasses.dataclass
+class Part:
+    """A sub-parameter along the dimension that is cut: ``size`` elements; ``readers`` units in a row read the same
+    elements of it."""
+
+    size: int
+    readers: int = 1
+
+
+@dataclasses.dataclass
+class Group:
+    """Layers that are cut together, by their names in the block. ``units``: of the inputs of ``rows``; ``columns``:
+    layer -> parts of its outputs; ``params``: parameter outside of linear layers -> ``(dimension, part)``; ``partial``:
+    parameters that every rank has whole, of which each sees a part of the gradient; ``counts``: integers of modules,
+    ``(module, attribute, units of one, elements of one)``; ``arguments``: places of the block's arguments and results
+    that are cut, ``(place, dimension)``; ``shared``: places of arguments that only reach the layers through what lies
+    between them, so that each rank sees a part of their gradient."""
+
+    rows: list
+    units: int
+    columns: dict
+    params: dict = dataclasses.field(default_factory=dict)
+    partial: list = dataclasses.field(default_factory=list)
+    counts: list = dataclasses.field(default_factory=list)
+    arguments: list = dataclasses.field(default_factory=list)
+    shared: list = dataclasses.field(default_factory=list)
+
+    @property
+    def readers(self):
+        """Units that share heads of keys and values; 1 where none do."""
+        parts = [part for parts in self.columns.values() for part in parts]
+        return max([part.readers for part in parts] + [part.readers for _, part in self.params.values()])
+
+    def runs(self, ranks):
+        """``[start, stop)`` of each rank's units."""
+        if self.readers == 1:
+            return [tuple(run) for run in _C.unit_runs(self.units, ranks)]
+        return [tuple(run) for run in _C.grouped_runs(self.units, self.units // self.readers, ranks)[0]]
+
+    def cut(self, parts, ranks):
+        """The native ``TensorCut`` of sub-parameters for this many ranks."""
+        runs = self.runs(ranks)
+        return _C.TensorCut([part.size for part in parts], [[self._run(part, *run) for run in runs] for part in parts])
+
+    def _run(self, part, start, stop):
+        width = part.size * part.readers // self.units
+        return (start // part.readers * width, -(-stop // part.readers) * width) if stop > start else (0, 0)
+
+
+def own_units(tensor, dim, group, ranks, rank):
+    """A rank's units of an argument; ``dim`` has one index for each unit, or for each sample and unit."""
+    start, stop = group.runs(ranks)[rank]
+    if tensor.shape[dim] % group.units:
+        return tensor
+    parts = tensor.unflatten(dim, (-1, group.units)).narrow(dim + 1, start, stop - start)
+    return parts.flatten(dim, dim + 1)
+
+
+def change_counts(block, group, ranks, rank):
+    """Gives the modules of a block the integers that they have on one rank."""
+    for module, attribute, kind, each in group.counts:
+        setattr(block.get_submodule(module), attribute, local_count(group, ranks, rank, kind, each))
+
+
+def local_count(group, ranks, rank, kind, each):
+    """A rank's value of an integer that counts ``kind`` ("units", "shared", units that others read, or "readers" of one
+    of these), ``each`` elements of them."""
+    start, stop = group.runs(ranks)[rank]
+    shared = -(-stop // group.readers) - start // group.readers
+    return each * {"units": stop - start, "shared": shared, "readers": -(-(stop - start) // max(shared, 1))}[kind]

@@ -1,0 +1,265 @@
+"""The plan of a cut: which layers of a model are cut how, and its execution.
+
+``CutPlan.source`` says who decided: the section ``tensor_parallel`` of the configuration, the model's own plan, a
+policy of the script, or the analysis of what the model computes (``tensor_analysis``). Where a rule and the analysis
+agree, the analysis adds what rules do not say: the heads, the integers of modules that change, parameters in between.
+"""
+
+import dataclasses
+import functools
+
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.log import log_dist
+from deepspeed.module_inject import probe, tensor_analysis, tp_shard
+from deepspeed.module_inject.autotp_config import PartitionType
+from deepspeed.module_inject.block_twin import NotAnalysed, features, is_linear, with_tensors
+from deepspeed.module_inject.cut_group import Part, change_counts, own_units
+from deepspeed.module_inject.cut_sources import ANALYSIS, Source, roles_in, source_of
+from deepspeed.module_inject.layers import (
+    HiddenParallelEmbedding,
+    LinearAllreduce,
+    LinearLayer,
+    SubParamLinearAllreduce,
+    SubParamLinearLayer,
+    cut_embedding,
+    cut_param,
+    exchange_of,
+    set_autotp_mode,
+)
+
+# Integers of modules that a rule without an analysis shares, by their published names.
+_COUNTS = (
+    "n_heads", "inner_dim", "num_heads", "num_kv", "num_attention_heads", "num_attn_heads", "all_head_size",
+    "embed_dim", "hidden_size", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "d_model",
+    "num_attention_heads_per_partition", "num_multi_query_groups_per_partition", "hidden_size_per_partition",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class BlockPlan:
+    """``groups``: of layers that are cut together, by names in the block. ``ruled``: ``{layer: TPLayerSpec}`` of layers
+    that a rule cuts by itself. ``whole``: ``{layer: reason}``. ``given``: what the block is called with on the probe;
+    None: it was not called."""
+
+    groups: list
+    whole: dict
+    given: tuple = None
+    ruled: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class CutPlan:
+    """What is cut of a model. ``blocks``: name of a block -> its ``BlockPlan``; blocks of one kind share it.
+    ``outside``: ``{layer: TPLayerSpec}`` of layers outside of blocks. ``summed``: modules whose parameters every rank
+    has whole and sees a part of the gradient of, as rules say. ``kept``: ``{layer: reason}`` of layers outside of
+    blocks that stay whole against a rule."""
+
+    ranks: int
+    blocks: dict
+    source: Source
+    outside: dict = dataclasses.field(default_factory=dict)
+    summed: list = dataclasses.field(default_factory=list)
+    kept: dict = dataclasses.field(default_factory=dict)
+
+    def reasons(self):
+        """``{layer: reason}`` of layers that stay whole, one block of each kind."""
+        found = {f"{name}.{one}": text for name, block in self.kinds().items() for one, text in block.whole.items()}
+        return {**found, **self.kept}
+
+    def kinds(self):
+        """``{name of the first block: BlockPlan}`` of each kind of block."""
+        first = {}
+        for name, one in self.blocks.items():
+            first.setdefault(id(one), (name, one))
+        return dict(first.values())
+
+
+def plan_of(model, ranks, settings=None, policy=None):
+    """The ``CutPlan`` of a model for ``ranks`` ranks. ``settings``: the section ``tensor_parallel``, ``policy``: the
+    ``injection_policy`` of ``init_inference``. NotAnalysed where nobody says how to cut, and the model does not run on
+    a probe."""
+    source, blocks = source_of(model, settings, policy), probe.blocks_of(model)
+    roles = {} if source.name == ANALYSIS else roles_in(source, model, blocks)
+    try:
+        calls = probe.calls_of(model, blocks)
+    except NotAnalysed:
+        if source.name == ANALYSIS:
+            raise
+        calls = {}
+    plans, found = {}, {}
+    for name, block in blocks.items():
+        kind = probe.kind_of(block)
+        if kind not in plans and (kind in calls or roles):
+            plans[kind] = _plan_block(name, block, calls.get(kind), ranks, source, roles)
+        if kind in plans:
+            found[name] = plans[kind]
+    made = CutPlan(ranks, found, source)
+    _plan_outside(model, made, roles)
+    return made
+
+
+def _plan_block(name, block, given, ranks, source, roles):
+    analysed, problem = None, "the model did not run on a probe"
+    if given is not None:
+        try:
+            analysed = tensor_analysis.analyse(block, given, ranks)
+        except NotAnalysed as error:
+            problem = str(error)
+    if source.name == ANALYSIS:
+        if analysed is None:
+            layers = [one for one, module in block.named_modules() if is_linear(module)]
+            return BlockPlan([], dict.fromkeys(layers, problem), given)
+        return BlockPlan(analysed.groups, analysed.whole, given)
+    prefix = f"{name}." if name else ""
+    own = {one[len(prefix) :]: spec for one, spec in roles.items() if one.startswith(prefix)}
+    groups = [one for one in analysed.groups if _agree(one, own)] if analysed is not None else []
+    taken = {one for group in groups for one in (*group.rows, *group.columns)}
+    layers = {one for one, module in block.named_modules() if is_linear(module)}
+    ruled = {one: spec for one, spec in own.items() if one not in taken and one in layers and _cuts(spec)}
+    whole = dict.fromkeys(sorted(layers - taken - set(ruled)), f"{source.name} leaves it whole")
+    return BlockPlan(groups, whole, given, ruled)
+
+
+def _cuts(spec):
+    return spec.partition_type is not PartitionType.SKIP
+
+
+def _agree(group, roles):
+    """Whether rules say of all layers of a group what the analysis says, which then knows the heads."""
+    wanted = {**dict.fromkeys(group.rows, PartitionType.ROW), **dict.fromkeys(group.columns, PartitionType.COLUMN)}
+    return all(one in roles and roles[one].partition_type is kind for one, kind in wanted.items())
+
+
+def _plan_outside(model, plan, roles):
+    """Fills in what rules say of layers outside of blocks, and of gradients that are summed. A weight that several
+    modules have stays whole."""
+    owners, inside = {}, tuple(f"{name}." for name in plan.blocks if name)
+    for _, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(id(param), set()).add(id(module))
+    partial = {
+        f"{name}.{one}" for name, block in plan.blocks.items() for group in block.groups for one in group.partial
+    }
+    for name, spec in roles.items():
+        module = model.get_submodule(name)
+        if spec.grad_allreduce and not any(f"{name}.{last}" in partial for last in module._parameters):
+            plan.summed.append(name)
+        if not _cuts(spec) or name.startswith(inside) or "" in plan.blocks:
+            continue
+        if not is_linear(module) and not isinstance(module, nn.Embedding):
+            plan.kept[name] = f"a {type(module).__name__} cannot be cut"
+        elif len(owners[id(module.weight)]) > 1:
+            plan.kept[name] = "another module has the same weight"
+        else:
+            plan.outside[name] = spec
+
+
+# ---- execution ------------------------------------------------------------------------------------------------------
+def cut_model(model, plan, group, overlap=False):
+    """Cuts a model in place for this rank of torch's ``group``. Every rank of the group calls it."""
+    rank = dist.get_rank(group)
+    set_autotp_mode(training=True)
+    for name, one in plan.blocks.items():
+        cut_block(model.get_submodule(name), one, plan.ranks, group, rank, overlap)
+    for name, spec in plan.outside.items():
+        _cut_by_rule(model, name, spec, group, overlap)
+    for name in plan.summed:
+        for param in model.get_submodule(name).parameters(recurse=False):
+            cut_param(param, None, None, group, rank, partial=True)
+    cut = sum(len(one.rows) + len(one.columns) for block in plan.blocks.values() for one in block.groups)
+    cut += sum(len(block.ruled) for block in plan.blocks.values()) + len(plan.outside)
+    log_dist(
+        f"Tensor parallelism: {cut} layers of {len(plan.blocks)} blocks are cut over {plan.ranks} ranks, as "
+        f"{plan.source.name} says",
+        ranks=[0],
+    )
+
+
+def cut_block(block, plan, ranks, group, rank, overlap=False):
+    """Cuts one block in place, as its ``BlockPlan`` says."""
+    for one in plan.groups:
+        for name in one.rows:
+            layer = block.get_submodule(name)
+            width = features(layer)[0]
+            made = LinearAllreduce(layer, group, name=name, cut=one.cut([Part(width)], ranks), overlap=overlap)
+            _replace(block, name, made)
+        for name, parts in one.columns.items():
+            layer, cut = block.get_submodule(name), one.cut(parts, ranks)
+            if isinstance(layer, nn.Embedding):
+                cut_embedding(layer, cut, group, rank)
+            else:
+                _replace(block, name, LinearLayer(layer, group, name=name, cut=cut, overlap=overlap))
+        for name, (dim, part) in one.params.items():
+            cut_param(_param(block, name), dim, one.cut([part], ranks), group, rank)
+        for name in one.partial:
+            cut_param(_param(block, name), None, None, group, rank, partial=True)
+        change_counts(block, one, ranks, rank)
+    for name, spec in plan.ruled.items():
+        _cut_by_rule(block, name, spec, group, overlap)
+    _share_counts(block, plan.ruled, ranks, rank)
+    places = {place: (None, one) for one in plan.groups for place in one.shared}
+    places.update({place: (dim, one) for one in plan.groups for place, dim in one.arguments})
+    if places:
+        exchange = exchange_of(group, overlap)
+        block.forward = functools.partial(_with_own_arguments, block.forward, places, ranks, rank, exchange)
+
+
+def _cut_by_rule(model, name, spec, group, overlap):
+    """Replaces a layer as a rule says, by sizes alone."""
+    layer, more = model.get_submodule(name), {"name": name, "overlap": overlap}
+    dim, shape = spec.get_partition_dim(), spec.shape
+    if isinstance(layer, nn.Embedding):
+        made = HiddenParallelEmbedding(layer, group, name=name)
+    elif spec.partition_type is PartitionType.ROW:
+        made = (
+            LinearAllreduce(layer, group, **more)
+            if shape is None
+            else SubParamLinearAllreduce(layer, group, shape, dim, **more)
+        )
+    elif shape is None:
+        made = LinearLayer(layer, group, gather_output=spec.gather_output, **more)
+    else:
+        made = SubParamLinearLayer(layer, group, shape, dim, gather_output=spec.gather_output, **more)
+    _replace(model, name, made)
+
+
+def _share_counts(block, ruled, ranks, rank):
+    """Gives modules with layers that a rule has cut this rank's share of the integers with published names."""
+    owners = {name.rpartition(".")[0] for name, spec in ruled.items() if not spec.gather_output}
+    for owner in owners:
+        share_counts(block.get_submodule(owner), ranks, rank, owner)
+
+
+def share_counts(module, ranks, rank, name=None):
+    """Gives a module a rank's share of the integers with published names. ``name``: the module's, for the rules of
+    sizes (``tp_shard``)."""
+    for attribute in _COUNTS:
+        value = vars(module).get(attribute)
+        if type(value) is int and value >= ranks:
+            setattr(module, attribute, tp_shard.get_shard_size(value, ranks, name, rank))
+
+
+def _replace(block, name, made):
+    owner, _, last = name.rpartition(".")
+    setattr(block.get_submodule(owner), last, made)
+
+
+def _param(block, name):
+    owner, _, last = name.rpartition(".")
+    return block.get_submodule(owner)._parameters[last]
+
+
+def _with_own_arguments(forward, places, ranks, rank, exchange, *args, **kwargs):
+    """Calls a block with this rank's part of the arguments that have something for each head. The gradients of these
+    and of other arguments that only heads see are summed over the ranks."""
+
+    def own(place, tensor):
+        if place not in places:
+            return tensor
+        (dim, group), tensor = places[place], exchange.copy_in(tensor)
+        return tensor if dim is None else own_units(tensor, dim, group, ranks, rank)
+
+    args, kwargs = with_tensors((args, kwargs), own)
+    return forward(*args, **kwargs)
