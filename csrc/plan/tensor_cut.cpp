@@ -44,32 +44,24 @@ std::vector<UnitRun> shared_runs(const std::vector<UnitRun>& runs, int64_t reade
   return shared;
 }
 
-GroupedRuns grouped_runs(int64_t query, int64_t kv, int64_t ranks) {
-  check_count(query, ranks);
+std::pair<std::vector<UnitRun>, std::vector<UnitRun>> grouped_runs(int64_t query, int64_t kv, int64_t ranks) {
   if (kv < 1 || query < 1 || query % kv != 0) {
     fail(ErrorKind::kValue, "an attention of ", query, " query heads and ", kv,
          " key/value heads: the first must be a multiple of the second");
   }
-  const int64_t readers = query / kv;
-  GroupedRuns found;
+  const int64_t readers = query / kv, copies = ranks / kv;
+  std::vector<UnitRun> queries;
   if (kv >= ranks) {
-    found.kv = unit_runs(kv, ranks);
-    append_scaled(found.query, found.kv, readers, 0);
-    return found;
-  }
-  if (ranks % kv != 0) {
-    found.query = unit_runs(query, ranks);
+    append_scaled(queries, unit_runs(kv, ranks), readers, 0);
+  } else if (ranks % kv != 0) {
+    queries = unit_runs(query, ranks);
+  } else if (readers < copies) {
+    fail(ErrorKind::kValue, "an attention of ", query, " query heads leaves some of ", ranks,
+         " tensor-parallel ranks without one: use at most ", query, " ranks");
   } else {
-    const int64_t copies = ranks / kv;
-    if (readers < copies) {
-      fail(ErrorKind::kValue, "an attention of ", query, " query heads leaves some of ", ranks,
-           " tensor-parallel ranks without one: use at most ", query, " ranks");
-    }
-    const std::vector<UnitRun> dealt = unit_runs(readers, copies);
-    for (int64_t head = 0; head < kv; ++head) append_scaled(found.query, dealt, 1, head * readers);
+    for (int64_t head = 0; head < kv; ++head) append_scaled(queries, unit_runs(readers, copies), 1, head * readers);
   }
-  found.kv = shared_runs(found.query, readers, kv);
-  return found;
+  return {queries, shared_runs(queries, readers, kv)};
 }
 
 std::vector<int64_t> shard_sizes(int64_t total, int64_t ranks, int64_t grain, int64_t units) {
@@ -130,22 +122,21 @@ TensorCut::TensorCut(const std::vector<int64_t>& sizes, const std::vector<std::v
   }
 }
 
-template <typename Wanted>
-std::vector<CutPiece> TensorCut::pieces(int rank, const Wanted& wanted) const {
+void TensorCut::check(int rank) const {
   if (rank < 0 || rank >= ranks_)
     fail(ErrorKind::kValue, "rank ", rank, " is not one of the ", ranks_, " ranks of a cut");
+}
+
+std::vector<CutPiece> TensorCut::pieces(int rank, bool first_only) const {
+  check(rank);
   std::vector<CutPiece> found;
   int64_t at = 0;  // in the slice
   for (const Segment& segment : segments_) {
     if (!contains(segment.ranks, rank)) continue;
-    if (wanted(segment)) {
-      const bool touches = !found.empty() && found.back().in_slice + found.back().length == at &&
-                           found.back().in_whole + found.back().length == segment.start;
-      if (touches) {
-        found.back().length += segment.length;
-      } else {
-        found.push_back({at, segment.start, segment.length});
-      }
+    if (!first_only || segment.ranks.front() == rank) {
+      const bool touches = !found.empty() && found.back().in_whole + found.back().length == segment.start;
+      if (!touches) found.push_back({at, segment.start, 0});
+      found.back().length += segment.length;
     }
     at += segment.length;
   }
@@ -154,28 +145,25 @@ std::vector<CutPiece> TensorCut::pieces(int rank, const Wanted& wanted) const {
 
 std::vector<std::pair<int64_t, int64_t>> TensorCut::runs(int rank) const {
   std::vector<std::pair<int64_t, int64_t>> found;
-  for (const CutPiece& piece : pieces(rank, [](const Segment&) { return true; })) {
-    found.emplace_back(piece.in_whole, piece.length);
-  }
+  for (const CutPiece& piece : pieces(rank, false)) found.emplace_back(piece.in_whole, piece.length);
   return found;
 }
 
 int64_t TensorCut::width(int rank) const {
   int64_t sum = 0;
-  for (const auto& [start, length] : runs(rank)) sum += length;
+  for (const CutPiece& piece : pieces(rank, false)) sum += piece.length;
   return sum;
 }
 
-std::vector<CutPiece> TensorCut::owned(int rank) const {
-  return pieces(rank, [rank](const Segment& segment) { return segment.ranks.front() == rank; });
-}
-
 std::vector<int> TensorCut::holders(int rank) const {
-  if (width(rank) == 0) return {rank};
-  const Segment& first = *find_if(segments_, [rank](const Segment& one) { return contains(one.ranks, rank); });
-  const bool differ =
-      any_of(segments_, [&](const Segment& one) { return contains(one.ranks, rank) && one.ranks != first.ranks; });
-  return differ ? std::vector<int>{} : first.ranks;
+  check(rank);
+  std::vector<int> found;
+  for (const Segment& segment : segments_) {
+    if (!contains(segment.ranks, rank)) continue;
+    if (!found.empty() && found != segment.ranks) return {};
+    found = segment.ranks;
+  }
+  return found.empty() ? std::vector<int>{rank} : found;
 }
 
 bool TensorCut::copied() const {
@@ -183,11 +171,14 @@ bool TensorCut::copied() const {
 }
 
 bool TensorCut::mixed() const {
-  return any_of(segments_, [this](const Segment& single) {
-    return single.ranks.size() == 1 && any_of(segments_, [&](const Segment& other) {
-             return other.ranks.size() > 1 && contains(other.ranks, single.ranks.front());
-           });
-  });
+  std::vector<bool> single(static_cast<size_t>(ranks_)), shared = single;
+  for (const Segment& segment : segments_) {
+    for (const int rank : segment.ranks) (segment.ranks.size() > 1 ? shared : single)[static_cast<size_t>(rank)] = true;
+  }
+  for (size_t rank = 0; rank < single.size(); ++rank) {
+    if (single[rank] && shared[rank]) return true;
+  }
+  return false;
 }
 
 }  // namespace ds::plan

@@ -17,14 +17,11 @@ std::vector<UnitRun> unit_runs(int64_t count, int64_t ranks);
 // empty run reads (0, 0).
 std::vector<UnitRun> shared_runs(const std::vector<UnitRun>& runs, int64_t readers, int64_t count);
 
-struct GroupedRuns {
-  std::vector<UnitRun> query, kv;
-};
-
 // The heads of an attention layer under tensor parallelism. With as many key/value heads as ranks or more, these are
 // dealt and query heads follow them. If the ranks are a multiple of the key/value heads, each of these has equally many
 // copies, and its query heads are dealt among them. Otherwise query heads are dealt, and key/value heads follow.
-GroupedRuns grouped_runs(int64_t query, int64_t kv, int64_t ranks);
+// Returns the runs of query heads and those of key/value heads.
+std::pair<std::vector<UnitRun>, std::vector<UnitRun>> grouped_runs(int64_t query, int64_t kv, int64_t ranks);
 
 // The elements of each rank along a dimension of `total`, as deepspeed.module_inject.tp_shard publishes them. Whole
 // `units` (key/value heads; 0: there are none) where they divide the total, else whole grains of `grain` elements where
@@ -50,7 +47,7 @@ class TensorCut {
   // (start, length) in the whole, in the order of the rank's slice; runs that touch are one.
   std::vector<std::pair<int64_t, int64_t>> runs(int rank) const;
   // Those elements of the rank's slice that no lower rank has: the pieces of all ranks are the whole, once.
-  std::vector<CutPiece> owned(int rank) const;
+  std::vector<CutPiece> owned(int rank) const { return pieces(rank, true); }
   // The ranks that have the elements of the rank's slice, ascending, where they are the same for all of these; empty
   // where they are not. A slice without elements is the rank's alone.
   std::vector<int> holders(int rank) const;
@@ -63,9 +60,9 @@ class TensorCut {
     std::vector<int> ranks;  // ascending
   };
 
-  // The pieces of a rank's slice, one for each segment that `wanted(segment)` accepts. Pieces that touch are one.
-  template <typename Wanted>
-  std::vector<CutPiece> pieces(int rank, const Wanted& wanted) const;
+  void check(int rank) const;
+  // The pieces of a rank's slice, or of what no lower rank has of it. Pieces that touch are one.
+  std::vector<CutPiece> pieces(int rank, bool first_only) const;
 
   int ranks_ = 0;
   int64_t size_ = 0;

@@ -34,12 +34,6 @@ DS_BINDINGS(m) {
       .def("mixed", &TensorCut::mixed);
   m.def("unit_runs", &ds::plan::unit_runs, "count"_a, "ranks"_a);
   m.def("shared_runs", &ds::plan::shared_runs, "runs"_a, "readers"_a, "count"_a);
-  m.def(
-      "grouped_runs",
-      [](int64_t query, int64_t kv, int64_t ranks) {
-        ds::plan::GroupedRuns found = ds::plan::grouped_runs(query, kv, ranks);
-        return std::make_pair(std::move(found.query), std::move(found.kv));
-      },
-      "query"_a, "kv"_a, "ranks"_a);
+  m.def("grouped_runs", &ds::plan::grouped_runs, "query"_a, "kv"_a, "ranks"_a);
   m.def("shard_sizes", &ds::plan::shard_sizes, "total"_a, "ranks"_a, "grain"_a, "units"_a);
 }

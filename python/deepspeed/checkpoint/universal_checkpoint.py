@@ -12,12 +12,8 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import storage
-from deepspeed.checkpoint.layouts.saved_universal import (  # noqa: F401 (published here)
-    SubparamShape,
-    even_widths,
-    local_slice,
-    narrow_sub_params,
-)
+from deepspeed.checkpoint.layouts.saved_universal import SubparamShape, local_slice  # noqa: F401 (published here)
+from deepspeed.utils.tensor_slices import cut_of_widths, even_cut, narrow
 
 
 def enable_universal_checkpoint(param_list):
@@ -53,8 +49,7 @@ def _local(param, folder, saved, tp_rank, tp_world_size, ep_rank, ep_size):
     file = saved if isinstance(saved, dict) else {keys.PARAM: saved}
     full = file[keys.PARAM]
     if file.get(keys.EP_IS_EXPERT_PARAM) and ep_size > 1:
-        experts = even_widths(full.shape[0], ep_size, f"experts of {folder}")[0]
-        full = full.narrow(0, ep_rank * experts, experts)
+        full = narrow(full, 0, even_cut([full.shape[0]], ep_size, f"experts of {folder}"), ep_rank)
     resolved = _resolve_autotp_partition(param, file, full, tp_rank, tp_world_size)
     if resolved is not None:
         return resolved
@@ -79,11 +74,15 @@ def _get_param_uc_restore_meta(param):
 def _narrow_sub_params(full_view, partition_dim, sub_dim_sizes, shard_widths, tp_rank, tp_world_size, uc_version):
     """A rank's slices of sub-parameters that lie end to end along ``partition_dim`` of ``full_view``, side by side.
 
-    ``sub_dim_sizes``: their sizes. ``shard_widths``: for each one the widths of all ranks' slices, or None for equal
-    ones. Raises ValueError where equal ones leave a rest.
+    ``sub_dim_sizes``: their sizes. ``shard_widths``: for each one the widths of all ranks' slices; with None, or with
+    widths of another number of ranks, slices are equal. Raises ValueError where equal ones leave a rest.
     """
-    what = f"sub-parameters of sizes {tuple(sub_dim_sizes)} in a universal checkpoint of version {uc_version}"
-    return narrow_sub_params(full_view, partition_dim, sub_dim_sizes, shard_widths, tp_rank, tp_world_size, what)
+    if shard_widths is None or any(len(width) != tp_world_size for width in shard_widths):
+        what = f"sub-parameters of sizes {tuple(sub_dim_sizes)} in a universal checkpoint of version {uc_version}"
+        cut = even_cut(sub_dim_sizes, tp_world_size, what)
+    else:
+        cut = cut_of_widths(sub_dim_sizes, shard_widths)
+    return narrow(full_view, partition_dim, cut, tp_rank)
 
 
 def _resolve_autotp_partition(current_param, ckpt_dict, full_hp_param, tp_rank, tp_world_size):

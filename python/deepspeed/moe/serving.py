@@ -12,6 +12,7 @@ from deepspeed.moe.errors import fail
 from deepspeed.moe.exchange import named
 from deepspeed.moe.grouped import _Result, steps_of
 from deepspeed.moe.rows import reorder_rows
+from deepspeed.utils.tensor_slices import even_cut, narrow
 
 
 def share_experts(layer, group, ep_size, name):
@@ -80,10 +81,11 @@ def _keep_slices(axes, width, rank, ranks, where):
     """``axes``: ``(module, name of a parameter, axis along which it is cut)``; modules need not have all of them."""
     if width % ranks != 0:
         fail(where, f"its experts are {width} wide inside: no {ranks} slices")
+    table = even_cut([width], ranks, where)
     for module, name, axis in axes:
         old = getattr(module, name)
         if old is not None:
-            kept = old.detach().chunk(ranks, axis)[rank].clone(memory_format=torch.contiguous_format)
+            kept = narrow(old.detach(), axis, table, rank)
             setattr(module, name, nn.Parameter(kept, requires_grad=old.requires_grad))
 
 

@@ -1,12 +1,12 @@
 """The heads of an attention layer that each rank has while ranks exchange parts of a sequence for heads. This module
 computes with integers only."""
 
+from deepspeed import _native
+
 
 def shares(count, ranks):
     """``count`` things in runs, one run a rank, the first runs longer by one: ``[(start, stop)]``."""
-    small, more = divmod(count, ranks)
-    starts = [rank * small + min(rank, more) for rank in range(ranks + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return _native._C.unit_runs(count, ranks)
 
 
 class HeadPlan:
@@ -25,10 +25,7 @@ class HeadPlan:
             )
         self.query, self.kv, self.ranks, self.readers = query, kv, ranks, query // kv
         self.query_ranges = shares(query, ranks)
-        self.kv_ranges = [
-            (start // self.readers, (stop - 1) // self.readers + 1) if stop > start else (0, 0)
-            for start, stop in self.query_ranges
-        ]
+        self.kv_ranges = _native._C.shared_runs(self.query_ranges, self.readers, kv)
 
     def ranges(self):
         """Ranges of query, key and value."""

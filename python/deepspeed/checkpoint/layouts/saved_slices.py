@@ -85,5 +85,4 @@ class SavedSlices(Joined):
                 f"nobody says along which dimension parameter '{name}' is cut: set its attribute partition_dim, save "
                 f"with '{keys.UNIVERSAL_CHECKPOINT_INFO}' in client_state, or load it with {len(slices)} ranks"
             )
-        whole = join_parts([torch.chunk(one, cut.parts, dim=cut.dim) for one in slices], cut.dim)
-        return whole, {keys.CAT_DIM: cut.dim, keys.PARAM_N_SUB_PARAMS: cut.parts}
+        return join_parts(slices, cut.dim, cut.parts), {keys.CAT_DIM: cut.dim, keys.PARAM_N_SUB_PARAMS: cut.parts}

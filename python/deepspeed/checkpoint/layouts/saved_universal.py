@@ -8,11 +8,13 @@ from typing import List, Tuple, Union
 
 import torch
 
+from deepspeed import _native
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, ZERO_FOLDER
 from deepspeed.checkpoint.layouts.saved_state import EXTRA_KEYS, Range, SavedState, eager, with_names
 from deepspeed.formats.recorded_paths import path_below
+from deepspeed.utils.tensor_slices import cut_of_widths, even_cut, join, narrow
 
 # ---- universal info ------------------------------------------------------------------------------------------------
 # What a model says about its tensor-parallel slices: the ``universal_checkpoint_info`` of a checkpoint.
@@ -92,20 +94,19 @@ def sub_sizes(shape, dim):
     return tuple(int(size) for size in sizes), whole
 
 
-def even_widths(size, parts, what):
-    """``size`` cut into equal slices. Raises ValueError where that leaves a rest."""
-    if size % parts:
-        raise ValueError(f"{what}: {size} elements cannot be cut into {parts} equal tensor-parallel slices")
-    return [size // parts] * parts
-
-
 # ---- universal slices ----------------------------------------------------------------------------------------------
 # Tensor-parallel slices of a parameter put together, and cut again for another number of ranks.
 
 
-def join_parts(slices, dim):
-    """One tensor of the parts that the ranks' slices have side by side, each part whole. ``slices``: lists of parts."""
-    return torch.cat([torch.cat(part, dim=dim) for part in zip(*slices, strict=True)], dim=dim)
+def equal_parts(size, count):
+    """The sizes of ``count`` sub-parameters that are equal and lie side by side in ``size`` elements."""
+    return [stop - start for start, stop in _native._C.unit_runs(size, count)]
+
+
+def join_parts(slices, dim, count):
+    """The whole tensor of the ranks' slices, which have ``count`` equal sub-parameters side by side."""
+    widths = list(zip(*(equal_parts(one.shape[dim], count) for one in slices), strict=True))
+    return join(slices, dim, cut_of_widths([sum(width) for width in widths], widths))
 
 
 def merge_slices(name, slices, rules):
@@ -128,8 +129,7 @@ def merge_slices(name, slices, rules):
     if averaged:
         return (slices[0] if len(slices) == 1 else torch.stack(slices).mean(dim=0)), {}
     if halves:
-        whole = join_parts([torch.chunk(piece, 2, dim=0) for piece in slices], 0)
-        return whole, {keys.CAT_DIM: 0, keys.PARAM_N_SUB_PARAMS: 2}
+        return join_parts(slices, 0, 2), {keys.CAT_DIM: 0, keys.PARAM_N_SUB_PARAMS: 2}
     if sub is not None:
         # For each sub-parameter the sizes of the ranks' slices of it, or None where they are equal.
         widths = (rules.info.get(keys.SUB_PARAM_SHARD_WIDTHS) or {}).get(name)
@@ -145,11 +145,14 @@ def merge_slices(name, slices, rules):
 def _merge_sub_params(name, slices, sub, widths):
     sizes, whole = sub_sizes(sub.shape, sub.partition_dim)
     dim, count = sub.partition_dim, len(slices)
-    widths = widths or [even_widths(size, count, f"parameter '{name}'") for size in sizes]
+    if widths:
+        cut = cut_of_widths([sum(width) for width in widths], widths)
+    else:
+        cut = even_cut(sizes, count, f"parameter '{name}'")
     views = []
     for rank, piece in enumerate(slices):
         shape = list(whole)
-        shape[dim] = sum(width[rank] for width in widths)
+        shape[dim] = cut.width(rank)
         if -1 in shape:
             shape[shape.index(-1)] = -(piece.numel() // torch.Size(shape).numel())
         if torch.Size(shape).numel() != piece.numel():
@@ -157,22 +160,11 @@ def _merge_sub_params(name, slices, sub, widths):
                 f"parameter '{name}' of tensor-parallel rank {rank} has {piece.numel()} elements, the entry of "
                 f"{keys.PARAMETER_WITH_SUB_PARAMS} that it matches gives {tuple(shape)}"
             )
-        views.append(piece.reshape(shape).split([width[rank] for width in widths], dim=dim))
-    joined = join_parts(views, dim)
+        views.append(piece.reshape(shape))
+    joined = join(views, dim, cut)
     # The module may keep it in fewer dimensions than the table has.
     fits = slices[0].dim() == len(whole)
     return joined if fits else joined.reshape(-1, *slices[0].shape[1:])
-
-
-def narrow_sub_params(full, dim, sizes, widths, rank, count, what):
-    """A rank's slices of all sub-parameters, side by side. ``widths`` of another number of ranks do not count."""
-    if widths is None or any(len(width) != count for width in widths):
-        widths = [even_widths(size, count, what) for size in sizes]
-    parts = [
-        part.narrow(dim, sum(width[:rank]), width[rank])
-        for part, width in zip(full.split(list(sizes), dim=dim), widths, strict=True)
-    ]
-    return torch.cat(parts, dim=dim)
 
 
 def local_slice(name, file, full, shape, rank, count, origin="the universal checkpoint"):
@@ -194,11 +186,10 @@ def local_slice(name, file, full, shape, rank, count, origin="the universal chec
     piece, parts, what = full, file.get(keys.PARAM_N_SUB_PARAMS, 1), f"parameter '{name}'"
     if sub is not None:
         sizes, whole = sub_sizes(sub.shape, sub.partition_dim)
-        piece = narrow_sub_params(full.reshape(whole), sub.partition_dim, sizes, None, rank, count, what)
+        piece = narrow(full.reshape(whole), sub.partition_dim, even_cut(sizes, count, what), rank)
     elif parts > 1 or keys.CAT_DIM in file:  # replicas and averages are whole on every rank
         dim = file.get(keys.CAT_DIM, 0)
-        sizes = [part.shape[dim] for part in torch.chunk(full, parts, dim=dim)]
-        piece = narrow_sub_params(full, dim, sizes, None, rank, count, what)
+        piece = narrow(full, dim, even_cut(equal_parts(full.shape[dim], parts), count, what), rank)
     if piece.numel() != shape.numel() if sub is not None else piece.shape != shape:
         raise ValueError(
             f"parameter '{name}' has shape {tuple(full.shape)} in {origin}, which gives "
