@@ -69,12 +69,7 @@ std::vector<int64_t> shard_sizes(int64_t total, int64_t ranks, int64_t grain, in
   if (units < 0) fail(ErrorKind::kValue, units, " key/value heads: their number is 0 or more");
   check_count(total, ranks);
   int64_t width = total >= grain ? grain : 1;  // of what is dealt whole
-  if (units > 0 && total % units == 0) {
-    width = total / units;
-  } else if (total % width != 0) {
-    fail(ErrorKind::kValue, "a dimension of ", total, " elements is not a multiple of tp_grain_size ", grain,
-         ": choose a grain that divides it, or 1");
-  }
+  if (units > 0 && total % units == 0) width = total / units;
   std::vector<int64_t> found;
   for (const auto& [start, stop] : unit_runs(width > 0 ? total / width : 0, ranks)) {
     found.push_back((stop - start) * width);

@@ -25,8 +25,8 @@ std::pair<std::vector<UnitRun>, std::vector<UnitRun>> grouped_runs(int64_t query
 
 // The elements of each rank along a dimension of `total`, as deepspeed.module_inject.tp_shard publishes them. Whole
 // `units` (key/value heads; 0: there are none) where they divide the total, else whole grains of `grain` elements where
-// the total has one or more, else single elements; the first ranks have one more. ErrorKind::kValue for a total of
-// grains and a rest: the published sizes would leave out the rest.
+// the total has one or more, else single elements; the first ranks have one more. A rest that is less
+// than a grain belongs to no rank, as published.
 std::vector<int64_t> shard_sizes(int64_t total, int64_t ranks, int64_t grain, int64_t units);
 
 struct CutPiece {

@@ -12,12 +12,13 @@ AXES = {
     "dtype": list(DTYPES),
     "accumulate": [1, 4],
     "user_backward": [False, True],
+    "tensor": [2, 3, 4],
 }
 
 
 class Case(NamedTuple):
     """``user_backward``: the script calls ``loss.backward()``. ``zero`` and ``more``: further keys of the section of
-    ZeRO and of the configuration."""
+    ZeRO and of the configuration. ``tensor``: the ranks of ``world`` that share layers."""
 
     stage: int = 0
     world: int = 1
@@ -26,6 +27,12 @@ class Case(NamedTuple):
     user_backward: bool = False
     zero: dict = {}
     more: dict = {}
+    tensor: int = 1
+
+    @property
+    def parts(self):
+        """The micro-batches of a step, over all ranks."""
+        return self.world // self.tensor * self.accumulate
 
     def config(self, program):
         """Buckets of a few parameters; at stage 3 biases stay gathered, weights come and go."""
@@ -47,6 +54,8 @@ class Case(NamedTuple):
         }
         if self.dtype == "fp16":
             made["fp16"] = {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 1000}
+        if self.tensor > 1:
+            made["tensor_parallel"] = {"autotp_size": self.tensor}
         if isinstance(program.optimizer, dict):
             made["optimizer"] = program.optimizer
         return {**made, **self.more}

@@ -11,7 +11,7 @@ import devices
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from plain import Plain
 from programs import PROGRAMS
-from runs import engine_of, identical, take_step, together, weights, with_fp16
+from runs import engine_of, identical, joined, take_step, together, weights, with_fp16
 from zero_models import relative
 
 TYPES = {"fp32": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}  # in which the plain process computes
@@ -46,7 +46,7 @@ def whole(engine, kind):
     if devices.NAME != "cpu":
         get = safe_get_full_grad if kind == "grad" else safe_get_full_fp32_param
         found = {name: get(param) for name, param in engine.module.named_parameters() if param.requires_grad}
-        return {name: one.cpu() for name, one in found.items() if one is not None}
+        return joined(engine, {name: one.cpu() for name, one in found.items() if one is not None})
     core = engine.core
     scale = engine.stepping.loss_scale if kind == "grad" else 1.0
     by_name = dict(engine.module.named_parameters())
@@ -58,12 +58,12 @@ def whole(engine, kind):
         to = wholes[index] if piece.shape == wholes[index].shape else flat[index][offset : offset + numel]
         to.copy_(piece.detach().double() / scale)
     if engine.zero_optimization_stage() > 0:
-        joined = torch.cat(flat)
-        deepspeed.comm.all_reduce(joined)
-        for one, values in zip(flat, joined.split([one.numel() for one in flat])):
+        stacked = torch.cat(flat)
+        deepspeed.comm.all_reduce(stacked, group=engine.parallel.dp_group)
+        for one, values in zip(flat, stacked.split([one.numel() for one in flat])):
             one.copy_(values)
     used = core.used() if kind == "grad" else [True] * len(wholes)
-    return {name: one for name, one, there in zip(engine._param_names, wholes, used) if there}
+    return joined(engine, {name: one for name, one, there in zip(engine._param_names, wholes, used) if there})
 
 
 def check_grad_attributes(engine, grads):
@@ -76,7 +76,7 @@ def check_grad_attributes(engine, grads):
 
 def train(engine, rank, program, case):
     """Trains ``engine`` on this rank's micro-batches: gradients of some steps, the mean losses and norms of all."""
-    grads, losses, norms = {}, [], []
+    grads, losses, norms, rank = {}, [], [], engine.parallel.data_rank
     for step in range(program.steps):
         seen = []
         for micro in range(case.accumulate):
@@ -90,7 +90,7 @@ def train(engine, rank, program, case):
                 kept = [one for one, param in params if param.numel() and not param.ds_persist]
                 assert not kept, f"parameters stay whole after backward: {kept}"
                 grads[step] = whole(engine, "grad")
-                if case.stage == 0 and case.dtype == "fp32" and devices.NAME == "cpu":
+                if case.stage == 0 and case.tensor == 1 and case.dtype == "fp32" and devices.NAME == "cpu":
                     check_grad_attributes(engine, grads[step])
             engine.step()
             seen += [loss.item() for loss in found]
@@ -105,7 +105,8 @@ def states_of(engine, names):
     found = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad and names:
-            found[name] = [safe_get_full_optimizer_state(param, state) for state in names]
+            states = [safe_get_full_optimizer_state(param, state) for state in names]
+            found[name] = [joined(engine, {name: state})[name] for state in states]
             assert safe_get_full_optimizer_state(param, "no_such_state") is None
     return found
 
@@ -145,7 +146,7 @@ def equals_plain(rank, name, case, model=None, client=None):
     assert all(bits == same[0][0] for bits, _ in same), "the ranks' weights differ"
     if rank:
         return engine
-    plain = plain_of(name, case.dtype, case.world * case.accumulate)
+    plain = plain_of(name, case.dtype, case.parts)
     trained = {one for one, master in plain.masters.items() if master.requires_grad}
     assert set(masters) == trained
     for one, initial in program.make().named_parameters():

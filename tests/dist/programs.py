@@ -13,6 +13,7 @@ import torch
 import engine_models
 import frozen_models
 import lamb_muon_models
+import tensor_models
 import zero_models
 import zero_training
 from deepspeed.ops.adagrad import FusedAdagrad
@@ -43,6 +44,9 @@ BOUNDS = {
     "bf16": Bounds(0.03, 3e-3, 0.03, 0.03),
     "fp16": Bounds(0.004, 1e-3, 0.004, 0.004),
 }
+
+
+LANGUAGE = {**BOUNDS, "fp32": Bounds(1e-5, 1e-5, 1e-5, 1e-5), "bf16": Bounds(0.1, 1e-2, 0.05, 0.03)}
 
 
 class Program(NamedTuple):
@@ -81,6 +85,21 @@ def of_model(name):
         more = {"optimizer": zero_models.adamw, "keeps_types": True, "bounds": {**BOUNDS, "fp32": BOUNDS["bf16"]}}
         program = program._replace(**more)
     return program
+
+
+def of_language_model(name, tied=False):
+    """A model of ``tensor_models``, whose next tokens are learned. Gradients of biases of keys are zero but for
+    rounding, and Adam would divide them by themselves."""
+    sgd = section("SGD", lr=0.1, momentum=0.9), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = sgd if name in ("gpt2", "bloom") else (ADAMW, zero_models.adamw)
+    make = functools.partial(tensor_models.model_of, name, tied)
+    return Program(make, functools.partial(token_loss, name), *optimizer, clip=0.5, bounds=LANGUAGE)
+
+
+def token_loss(name, model, step, part):
+    tokens = tensor_models.tokens_of(seed=100 * step + part)
+    logits, wanted = tensor_models.logits_of(model, tokens, name), tokens[:, :4] if name == "t5" else tokens
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted[:, 1:].flatten())
 
 
 def net_losses(model, step, part):
@@ -189,8 +208,11 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
 TOKENS = samples(22, lambda draws: tuple(torch.randint(0, kinds, (6,), generator=draws) for kinds in (17, 5)))
 SPARSE = NET._replace(make=partial(engine_models.make_net, sparse=True))
 DRAWN = NET._replace(losses=drawn_losses, data=TOKENS, config={"scheduler": WARMUP}, zero=SMALL_PARTS)
+LANGUAGE_MODELS = {name: of_language_model(name) for name in tensor_models.MODELS}
+LANGUAGE_MODELS.update({f"{name}, tied": of_language_model(name, True) for name in ("llama", "gpt2")})
 PROGRAMS = {
     **MODELS,
+    **LANGUAGE_MODELS,
     **OPTIMIZERS,
     "net": NET,
     "net, 10 steps": NET._replace(steps=10),

@@ -8,6 +8,7 @@ import torch
 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.param_cut import cut_of
 from deepspeed.zero.parameters.param_ranks import SavedNames
 
 TORCH2 = hasattr(torch, "compile")  # torch 1.13 otherwise
@@ -78,7 +79,13 @@ def weights(engine):
     """name -> weight, whole, of an engine or a model."""
     params = dict(getattr(engine, "module", engine).named_parameters())
     with deepspeed.zero.GatheredParameters(list(params.values())):
-        return {name: param.detach().clone() for name, param in params.items()}
+        return joined(engine, {name: param.detach().clone() for name, param in params.items()})
+
+
+def joined(engine, found):
+    """``{name of a parameter: value}`` with the whole values where ranks share layers. Every rank calls it."""
+    cuts = {name: cut_of(param) for name, param in getattr(engine, "module", engine).named_parameters()}
+    return {name: value if cuts[name] is None else cuts[name].join(value) for name, value in found.items()}
 
 
 def value_of(param):

@@ -10,7 +10,7 @@ import inspect
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.module_inject.tp_shard import shard_sizes
+from deepspeed._native import _C
 
 
 def _heads(num_heads, mp_group, head_shard_sizes, total_num_heads):
@@ -20,7 +20,7 @@ def _heads(num_heads, mp_group, head_shard_sizes, total_num_heads):
     """
     total = total_num_heads or num_heads
     rank, ranks = (0, 1) if mp_group is None else (dist.get_rank(group=mp_group), dist.get_world_size(group=mp_group))
-    sizes = head_shard_sizes or shard_sizes(total, ranks, 1, 0)
+    sizes = head_shard_sizes or _C.shard_sizes(total, ranks, 1, 0)
     if len(sizes) != ranks or sum(sizes) != total:
         raise ValueError(
             f"head_shard_sizes {list(sizes)} do not spread {total} heads over the {ranks} ranks of mp_group"
@@ -139,7 +139,7 @@ def install_head_sharded_helper(module, name, wrapper, mp_group=None, num_heads=
     if num_heads is not None and mp_group is not None:
         ranks = dist.get_world_size(group=mp_group)
         cut_between = num_kv_heads and num_heads % num_kv_heads == 0 and ranks % num_kv_heads != 0
-        sizes = shard_sizes(num_heads, ranks, 1, num_kv_heads if cut_between else 0)
+        sizes = _C.shard_sizes(num_heads, ranks, 1, num_kv_heads if cut_between else 0)
     options = {"mp_group": mp_group, "head_shard_sizes": sizes, "total_num_heads": num_heads}
     first = (module,) if next(iter(inspect.signature(wrapper).parameters)) == "self" else ()
     setattr(module, name, functools.partial(wrapper, *first, **options))

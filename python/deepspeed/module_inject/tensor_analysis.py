@@ -236,7 +236,7 @@ def _try(block, given, ranks, whole, group, width, training):
         for one, parts in group.columns.items():
             cut = group.cut(parts, ranks)
             if training and cut.copied() and not all(cut.holders(rank) for rank in range(ranks)):
-                return f"ranks share some heads of '{one}' and have others alone, so that it can be cut in inference only"
+                return f"ranks share some heads of '{one}' and have others alone: only inference can cut it"
         return find_changes(block, given, whole, group, width, ranks)
     except (ValueError, RuntimeError) as error:
         return str(error)

@@ -1,6 +1,7 @@
 """Sizes of the slices that tensor-parallel ranks have of a dimension: published functions over one arithmetic."""
 
 from deepspeed import comm as dist
+from deepspeed._native import _C
 
 # Published: scripts read these two names, and set them by the functions below.
 num_kv_heads = None
@@ -39,14 +40,6 @@ def set_tp_grain_size(num):
     tp_grain_size = num
 
 
-def shard_sizes(total, ranks, grain, units):
-    """The size of each rank's slice. ``units`` equal parts are spread over the ranks, or parts of the size ``grain``
-    where ``units`` is 0. The first ranks get one part more where the ranks do not divide them."""
-    size = total // units if units else grain if total >= grain else 1
-    parts = units or total // size
-    return [(parts // ranks + (rank < parts % ranks)) * size for rank in range(ranks)]
-
-
 def get_shard_size_list(total_size, mp_size, name=None, num_kv_heads=None):
     """The size of each rank's slice. A rest that is smaller than the grain belongs to no rank, as published.
 
@@ -58,7 +51,7 @@ def get_shard_size_list(total_size, mp_size, name=None, num_kv_heads=None):
     parts = [part for part in str(name).split(".") if part not in ("weight", "bias")]
     has_heads = "mlp" not in str(name) and parts[-1] not in _CUT_ANYWHERE and not _MLP_NAMES.intersection(parts)
     units = heads if heads and has_heads and total_size % heads == 0 else 0
-    return shard_sizes(total_size, mp_size, tp_grain_size, units)
+    return _C.shard_sizes(total_size, mp_size, tp_grain_size, units)
 
 
 def get_shard_size(total_size, mp_size, name=None, rank=None, mp_group=None, num_kv_heads=None):

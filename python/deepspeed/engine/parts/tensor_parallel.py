@@ -50,8 +50,8 @@ def check_same(args, kwargs, group):
                 ranks = dist.get_all_ranks_from_group(group)
                 raise RuntimeError(
                     f"Data inconsistency within the TP group: tensor '{first[0]}' of rank {ranks[rank]} "
-                    f"(shape {list(other[1])}) differs from that of rank {ranks[0]} (shape {list(first[1])}). Ranks that "
-                    f"share layers (tensor_parallel.autotp_size = {len(ranks)}: ranks {ranks}) have to get the same "
+                    f"(shape {list(other[1])}) differs from that of rank {ranks[0]} (shape {list(first[1])}). "
+                    f"Ranks that share layers (tensor_parallel.autotp_size is {len(ranks)}, these are {ranks}) need the same "
                     "batch: give the sampler engine.dp_world_size replicas and the data-parallel rank"
                 )
 
