@@ -18,6 +18,21 @@ TYPES = {"fp32": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}  
 
 
 @functools.lru_cache(16)
+def exact_of(name, parts):
+    """The program in one plain process in fp64 that begins with the weights of a run in bf16."""
+    program = PROGRAMS[name]
+    model = program.make().bfloat16().double()
+    return Plain(model, program.plain, torch.float64, clip=program.clip).run(program.losses, range(program.steps), parts)
+
+
+def twice_of(program, plain, exact, steps):
+    """``(kind, relative difference, where)`` of all values of ``plain``, twice that. ``steps``: of the gradients."""
+    grads = {step: plain.grads[step] for step in steps}
+    for kind, gap, where in gaps_of(program, exact, grads, plain.masters, {}, plain.means, plain.norms):
+        yield kind, 2 * gap, where
+
+
+@functools.lru_cache(16)
 def plain_of(name, dtype, parts):
     """The program in one plain process, which has the micro-batches of all ranks."""
     program = PROGRAMS[name]
@@ -131,6 +146,14 @@ def gaps_of(program, plain, grads, masters, states, losses, norms):
             yield kind, abs(a - b) / abs(b), f"step {step}"
 
 
+def worst_of(gaps):
+    """kind -> ``(largest difference, where)``."""
+    worst = {}
+    for kind, gap, where in gaps:
+        worst[kind] = max(worst.get(kind, (0.0, "")), (gap, where))
+    return worst
+
+
 def equals_plain(rank, name, case, model=None, client=None):
     """An engine trains the program as one plain process does. Every rank calls it. ``model`` and ``client`` are those
     of ``started``. Returns the engine.
@@ -153,10 +176,13 @@ def equals_plain(rank, name, case, model=None, client=None):
         wanted = masters.get(one, initial.detach()).to(found[one].dtype)
         assert torch.equal(found[one], wanted.to(found[one].device)), f"{one} is not its rounded master, or not frozen"
     losses = [sum(step) / case.world for step in zip(*(own for _, own in same))]
-    worst = {}
-    for kind, gap, where in gaps_of(program, plain, grads, masters, states, losses, norms):
-        worst[kind] = max(worst.get(kind, (0.0, "")), (gap, where))
-    bounds = program.bounds[case.dtype]._asdict()
+    bounds, wanted = program.bounds[case.dtype], plain
+    if bounds is None:
+        wanted = exact_of(name, case.parts)
+        bounds = {kind: gap for kind, (gap, _) in worst_of(twice_of(program, plain, wanted, list(grads))).items()}
+    else:
+        bounds = bounds._asdict()
+    worst = worst_of(gaps_of(program, wanted, grads, masters, states, losses, norms))
     bounds["grad"] *= 1 if devices.NAME == "cpu" else 10
     wrong = [
         f"{kind} differs by {gap:.2g} > {bounds[kind]:g}: {where}"

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.module_inject.block_twin import tensors_in, with_tensors
+from deepspeed.module_inject.cut_group import own_units
 from deepspeed.module_inject.cut_plan import cut_block
 from deepspeed.module_inject.layers import TensorParallel_Layer, cut_of
 
@@ -23,21 +24,20 @@ class PlanError(ValueError):
 
 class _Record:
     """One run of a block, forward and backward: ``outputs`` of its modules by name, in the order of their ends, and
-    ``grads`` of parameters and arguments by name."""
+    ``grads`` of parameters and arguments by name. ``weights``: of the results in the sum that is differentiated, by a
+    function of their numbers and shapes; None: random ones."""
 
-    def __init__(self, block, given):
+    def __init__(self, block, given, weights=None):
         self.outputs, self.grads, hooks = {}, {}, []
         for name, module in block.named_modules():
             hooks.append(module.register_forward_hook(self._keep(name)))
         given = with_tensors(given, _leaf)
         with torch.enable_grad():
-            made = block(*given[0], **given[1])
+            made = [one for _, one in tensors_in(block(*given[0], **given[1])) if one.requires_grad]
             generator = torch.Generator().manual_seed(1)
-            total = sum(
-                (one * torch.rand(one.shape, generator=generator).to(one.device)).sum()
-                for _, one in tensors_in(made)
-                if one.is_floating_point() and one.requires_grad
-            )
+            weights = weights or (lambda index, shape: torch.rand(shape, generator=generator))
+            self.weights = [weights(index, one.shape) for index, one in enumerate(made)]
+            total = sum((one * weight.to(one.device)).sum() for one, weight in zip(made, self.weights))
         if isinstance(total, torch.Tensor):
             total.backward()
         for hook in hooks:
@@ -81,7 +81,11 @@ def prove(block, name, plan, ranks, group):
     problem = None
     try:
         cut_block(cut, plan, ranks, group, rank)
-        problem = _difference(before, _Record(cut, plan.given), cut)
+
+        def own_weight(index, shape):
+            return _own_weight(before.weights[index], shape, plan.groups, ranks, rank)
+
+        problem = _difference(before, _Record(cut, plan.given, own_weight), cut)
     except (RuntimeError, ValueError, TypeError) as error:
         problem = f"it fails: {type(error).__name__}: {error}"
     found = [None] * ranks
@@ -93,6 +97,17 @@ def prove(block, name, plan, ranks, group):
             f"{ranks} ranks: {told[0][1]} (rank {told[0][0]} of the group). Correct the plan, or leave these layers "
             "whole with an entry of tensor_parallel.partition_config.layer_specs of partition_type skip"
         )
+
+
+def _own_weight(weight, shape, groups, ranks, rank):
+    """The part of a result's weight for a result of ``shape``, which may have this rank's heads alone."""
+    if weight.shape == shape:
+        return weight
+    parts = (own_units(weight, dim, group, ranks, rank) for group in groups for dim in range(weight.dim()))
+    found = next((part for part in parts if part.shape == shape), None)
+    if found is None:
+        raise ValueError(f"a result has the shape {tuple(shape)}, and {tuple(weight.shape)} in one process")
+    return found
 
 
 def _difference(before, after, block):
