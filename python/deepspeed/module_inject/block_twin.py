@@ -5,6 +5,8 @@ import copy
 import torch
 from torch import nn
 
+_MANY = 2**22  # elements of a parameter outside of linear layers that get numbers of their own, at most
+
 
 class NotAnalysed(Exception):
     """A block does not run on the probe."""
@@ -12,7 +14,14 @@ class NotAnalysed(Exception):
 
 def is_linear(module):
     """Whether a module multiplies by a matrix and adds a bias: ``torch.nn.Linear`` or the ``Conv1D`` of GPT-2."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_embedding(module):
+    """Whether a module is a table of words that computes as ``torch.nn.Embedding`` does."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
 
 
 def features(module):
@@ -35,34 +44,45 @@ class _Stand(nn.Module):
         self.bias = None
         self.run = None
 
-    def forward(self, x):
+    def forward(self, x, *others, **options):
         return self.run(self, x)
 
 
-def twin_of(block):
-    """A copy of a block on the CPU in fp32 with random parameters, whose linear layers and embeddings are stand-ins."""
-    stands = {id(one): _Stand(one) for one in block.modules() if is_linear(one) or isinstance(one, nn.Embedding)}
-    held = {id(param): _random(param) for param in block.parameters()}
-    hooks = [(one, one._forward_pre_hooks, one._forward_hooks) for one in block.modules()]
+def twin_of(module):
+    """A copy of a module on the CPU in fp32 with random parameters, whose linear layers and embeddings are stand-ins.
+    It needs no values: parameters may be sharded, or on the device meta."""
+    stands = {id(one): _Stand(one) for one in module.modules() if is_linear(one) or is_embedding(one)}
+    kept = {param for one in module.modules() if id(one) not in stands for param in one._parameters.values()}
+    twin = copy_of(module, {**stands, **{id(param): _random(param) for param in kept if param is not None}})
+    for one in twin.modules():
+        one._buffers.update({name: _on_host(buffer) for name, buffer in one._buffers.items() if buffer is not None})
+    return twin.eval()
+
+
+def copy_of(module, instead):
+    """A copy of a module without its hooks. ``instead``: id of an object -> what the copy has in its place."""
+    hooks = [(one, one._forward_pre_hooks, one._forward_hooks) for one in module.modules()]
     for one, _, _ in hooks:
         one._forward_pre_hooks, one._forward_hooks = type(one._forward_pre_hooks)(), type(one._forward_hooks)()
     try:
-        twin = copy.deepcopy(block, {**stands, **held})
+        return copy.deepcopy(module, dict(instead))
     except Exception as error:
         raise NotAnalysed(f"it cannot be copied: {error}") from error
     finally:
         for one, before, after in hooks:
             one._forward_pre_hooks, one._forward_hooks = before, after
-    for buffer in twin.buffers():
-        buffer.data = buffer.data.cpu().float() if buffer.is_floating_point() else buffer.data.cpu()
-    return twin.eval()
 
 
 def _random(param):
     shape = getattr(param, "ds_shape", param.shape)
-    stands = len(shape) == 2 and max(shape) > 512  # of a linear layer: nobody reads it
-    values = torch.empty(shape, device="meta") if stands else torch.rand(shape) + 0.5
+    small = torch.Size(shape).numel() <= _MANY
+    values = torch.rand(shape) + 0.5 if small else torch.rand(()).expand(shape)  # one number for all elements
     return nn.Parameter(values, requires_grad=param.requires_grad or param.is_floating_point())
+
+
+def _on_host(buffer):
+    dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+    return torch.ones(buffer.shape, dtype=dtype) if buffer.is_meta else buffer.to("cpu", dtype)
 
 
 def tensors_in(value, place=()):
@@ -119,15 +139,21 @@ def _leaf(place, tensor):
     return found.clone().requires_grad_(found.is_floating_point())
 
 
-def random_result(name, stand, x):
-    shape = x.shape if stand.in_features is None else x.shape[:-1]
-    return torch.randn(*shape, stand.out_features).requires_grad_()
-
-
 class WholeRun(Run):
     """The first run, with the parameters that it had."""
 
     def __init__(self, twin, given):
-        super().__init__(twin, given, random_result)
+        self.numbers, self.drawn = torch.Generator().manual_seed(0), {}
+        super().__init__(twin, given, self._random)
         self.params = {name: one.detach() for name, one in twin.named_parameters()}
         self.samples = next((one.shape[0] for _, one in tensors_in(given) if one.dim() > 1), 1)
+
+    def _random(self, name, stand, x):
+        """Random results, which do not come from torch's own generator: ``drawn`` is its state at each layer."""
+        self.drawn[name] = torch.get_rng_state()
+        shape = x.shape if stand.in_features is None else x.shape[:-1]
+        return torch.randn(*shape, stand.out_features, generator=self.numbers).requires_grad_()
+
+    def draws_between(self, first, last):
+        """Whether random numbers were drawn between two layers, by dropout for example."""
+        return not torch.equal(self.drawn[first], self.drawn[last])

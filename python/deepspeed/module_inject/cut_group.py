@@ -21,7 +21,8 @@ class Group:
     parameters that every rank has whole, of which each sees a part of the gradient; ``counts``: integers of modules,
     ``(module, attribute, units of one, elements of one)``; ``arguments``: places of the block's arguments and results
     that are cut, ``(place, dimension)``; ``shared``: places of arguments that only reach the layers through what lies
-    between them, so that each rank sees a part of their gradient."""
+    between them, so that each rank sees a part of their gradient; ``draws``: the last of ``columns`` and of ``rows``
+    that run, where random numbers are drawn between them in training."""
 
     rows: list
     units: int
@@ -31,6 +32,7 @@ class Group:
     counts: list = dataclasses.field(default_factory=list)
     arguments: list = dataclasses.field(default_factory=list)
     shared: list = dataclasses.field(default_factory=list)
+    draws: tuple = ()
 
     @property
     def readers(self):

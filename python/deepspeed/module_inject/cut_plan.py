@@ -28,6 +28,7 @@ from deepspeed.module_inject.layers import (
     exchange_of,
     set_autotp_mode,
 )
+from deepspeed.utils.random_state import OwnRandomNumbers
 
 # Integers of modules that a rule without an analysis shares, by their published names.
 _COUNTS = (
@@ -196,6 +197,10 @@ def cut_block(block, plan, ranks, group, rank, overlap=False):
         for name in one.partial:
             cut_param(_param(block, name), None, None, group, rank, partial=True)
         change_counts(block, one, ranks, rank)
+        if one.draws:
+            own = OwnRandomNumbers(rank)
+            block.get_submodule(one.draws[0]).register_forward_hook(own.begin)
+            block.get_submodule(one.draws[1]).register_forward_pre_hook(own.end)
     for name, spec in plan.ruled.items():
         _cut_by_rule(block, name, spec, group, overlap)
     _share_counts(block, plan.ruled, ranks, rank)

@@ -6,7 +6,7 @@ import inspect
 import torch
 from torch import nn
 
-from deepspeed.module_inject.block_twin import NotAnalysed, is_linear, tensors_in, with_tensors
+from deepspeed.module_inject.block_twin import NotAnalysed, WholeRun, features, is_linear, twin_of, with_tensors
 
 _SAMPLES, _TOKENS = 2, 5
 
@@ -37,30 +37,23 @@ def kind_of(block):
 
 
 def calls_of(model, blocks):
-    """``{kind: (args, kwargs)}`` of one block of each kind, from one run of the model in evaluation. Other blocks of
-    the kind give what the first one gave. NotAnalysed with the cause where the model does not run on the probe."""
-    calls, replaced = {}, []
-    results, training = {}, [one for one in model.modules() if one.training]
-    for block in blocks.values():
-        replaced.append((block, vars(block).get("forward")))
-        block.forward = functools.partial(_record, block.forward, kind_of(block), calls, results)
+    """``{kind: (args, kwargs)}`` of one block of each kind, from one run of a copy of the model. Other blocks of the
+    kind give what the first one gave. NotAnalysed with the cause where the model does not run on the probe."""
+    calls, results, twin = {}, {}, twin_of(model)
+    for name, block in blocks.items():
+        own = twin.get_submodule(name)
+        own.forward = functools.partial(_record, own.forward, kind_of(block), calls, results)
     try:
-        model.eval()
-        with torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
             args, kwargs = sample_of(model)
-            model(*args, **kwargs)
+            WholeRun(twin, (args, kwargs))
     except Exception as error:
-        raise NotAnalysed(
-            f"{type(model).__name__} does not run on a probe ({type(error).__name__}: {error}): give the model a "
-            "property dummy_inputs, a dict of arguments that it runs with"
-        ) from error
-    finally:
-        for block, before in replaced:
-            vars(block).pop("forward", None)
-            if before is not None:
-                block.forward = before
-        for one in training:
-            one.training = True
+        if not calls or any(kind_of(block) not in calls for block in blocks.values()):
+            raise NotAnalysed(
+                f"{type(model).__name__} does not run on a probe ({type(error).__name__}: {error}): give the model a "
+                "property dummy_inputs, a dict of arguments that it runs with"
+            ) from error
     return calls
 
 
@@ -74,25 +67,18 @@ def _record(forward, kind, calls, results, *args, **kwargs):
 def sample_of(model):
     """``(args, kwargs)`` of a small call: the model's ``dummy_inputs``, else tokens for a model with embeddings or with
     an argument ``input_ids``, else features for its first linear layer."""
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
     given = getattr(model, "dummy_inputs", None)
     accepted = inspect.signature(model.forward).parameters
     more = {"use_cache": False} if "use_cache" in accepted else {}
     if isinstance(given, dict):
         known = {name: one for name, one in given.items() if name in accepted}
-        return (), {**with_tensors(known or given, lambda _, tensor: tensor.to(device)), **more}
+        return (), {**with_tensors(known or given, lambda _, tensor: tensor.cpu()), **more}
     words = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
     generator = torch.Generator().manual_seed(0)
     if words or "input_ids" in accepted:
-        tokens = torch.randint(0, min(words or [2]), (_SAMPLES, _TOKENS), generator=generator).to(device)
+        tokens = torch.randint(0, min(words or [2]), (_SAMPLES, _TOKENS), generator=generator)
         return ((), {"input_ids": tokens, **more}) if "input_ids" in accepted else ((tokens,), more)
     linear = next((one for one in model.modules() if is_linear(one)), None)
     if linear is None:
         raise ValueError("it has no linear layer")
-    width = linear.weight.shape[1 if isinstance(linear, nn.Linear) else 0]
-    return (torch.randn(_SAMPLES, _TOKENS, width, generator=generator).to(device, linear.weight.dtype),), more
-
-
-def first_float(made):
-    """The first floating-point tensor of a result."""
-    return next((one for _, one in tensors_in(made) if one.is_floating_point()), None)
+    return (torch.randn(_SAMPLES, _TOKENS, features(linear)[0], generator=generator),), more

@@ -200,7 +200,10 @@ def analyse(block, given, ranks, training=True):
         except Exception as error:
             raise NotAnalysed(f"it does not run on the probe: {type(error).__name__}: {error}") from error
         reach = _Reach(twin, whole)
-        return _analyse(block, given, ranks, whole, reach, training)
+        made = _analyse(block, given, ranks, whole, reach, training)
+        if training:
+            _find_draws(twin, given, made.groups)
+        return made
 
 
 def _analyse(block, given, ranks, whole, reach, training):
@@ -240,6 +243,20 @@ def _try(block, given, ranks, whole, group, width, training):
         return find_changes(block, given, whole, group, width, ranks)
     except (ValueError, RuntimeError) as error:
         return str(error)
+
+
+def _find_draws(twin, given, groups):
+    """Fills in ``draws`` of groups from a run of the copy in training."""
+    try:
+        run = WholeRun(twin.train(), given)
+    except Exception:  # what training does beside: then nothing is known, and the switch of generators costs little
+        run = None
+    for group in groups:
+        order = [*group.columns, *group.rows] if run is None else list(run.inputs)
+        last = [[one for one in order if one in members][-1] for members in (group.columns, group.rows)]
+        first_row = next(one for one in order if one in group.rows)
+        if run is None or run.draws_between(last[0], first_row) or run.draws_between(last[0], last[1]):
+            group.draws = tuple(last)
 
 
 def _layers(found):

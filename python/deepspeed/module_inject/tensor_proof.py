@@ -5,12 +5,11 @@ The block is a copy in fp32 with random parameters that are alike on all ranks, 
 zeros count, too. Every rank of the group takes part.
 """
 
-import copy
-
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.module_inject.block_twin import tensors_in, with_tensors
+from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.block_twin import copy_of, tensors_in, with_tensors
 from deepspeed.module_inject.cut_group import own_units
 from deepspeed.module_inject.cut_plan import cut_block
 from deepspeed.module_inject.layers import TensorParallel_Layer, cut_of
@@ -54,21 +53,23 @@ class _Record:
 
 
 def _leaf(place, tensor):
-    found = tensor.detach().clone()
+    found = tensor.detach().to(get_accelerator().current_device_name(), copy=True)
     return found.float().requires_grad_() if found.is_floating_point() else found
 
 
 def trial_copy(block):
     """A copy of a block in fp32 with random parameters, the same ones on every rank, in evaluation."""
-    made = copy.deepcopy(block).float().eval()
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in made.parameters():
-            scale = 1.0 if param.dim() < 2 else param.shape[-1] ** -0.5
-            values = torch.randn(param.shape, generator=generator) * scale
-            param.copy_(values.abs() + 0.5 if param.dim() < 2 else values)
-            param.grad = None
-    return made
+    device = get_accelerator().current_device_name()
+    made = copy_of(block, {id(param): _random(param, generator) for param in block.parameters()})
+    return made.float().to(device).eval()
+
+
+def _random(param, generator):
+    shape = getattr(param, "ds_shape", param.shape)
+    values = torch.randn(shape, generator=generator)
+    values = values.abs() + 0.5 if len(shape) < 2 else values * shape[-1] ** -0.5
+    return torch.nn.Parameter(values, requires_grad=param.requires_grad)
 
 
 def prove(block, name, plan, ranks, group):

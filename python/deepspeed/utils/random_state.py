@@ -112,3 +112,38 @@ class RandomState:
             yield
         finally:
             before._set()
+
+
+class OwnRandomNumbers:
+    """Between two modules the ranks that share a layer draw different numbers; before and behind them equal ones.
+
+    ``begin`` and ``end`` are hooks of the modules. The seed of what is drawn in between comes from the generator that
+    is equal on all ranks, so that it differs from call to call, and comes again where a segment is computed again.
+    """
+
+    def __init__(self, rank):
+        self.rank, self._before = rank, None
+
+    def begin(self, module, args, made):
+        """A forward hook: from now on numbers are this rank's own."""
+        if module.training:
+            seed = int(torch.randint(2**60, ())) + self.rank
+            self._before = _states()
+            torch.manual_seed(seed)
+
+    def end(self, module, args):
+        """A forward pre-hook: from now on numbers are those of all ranks."""
+        if self._before is not None:
+            _set_states(self._before)
+            self._before = None
+
+
+def _states():
+    on_device = get_accelerator().device_name() != "cpu"
+    return torch.get_rng_state(), get_accelerator().get_rng_state() if on_device else None
+
+
+def _set_states(states):
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        get_accelerator().set_rng_state(states[1])
