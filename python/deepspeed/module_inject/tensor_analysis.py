@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from deepspeed._native import _C
+from deepspeed.module_inject.cut_results import results_of
 
 # Names that models have for what changes with a cut. They are tried first; the second run decides.
 _KNOWN_COUNTS = re.compile(r"(heads|_kv|_dim|_size|d_model|groups|_partition|n_embd)$|^(num|n)_")
@@ -47,7 +48,8 @@ class Group:
     parameters that every rank has whole, of which each sees a part of the gradient; ``counts``: integers of modules,
     ``(module, attribute, units of one, elements of one)``; ``arguments``: places of the block's arguments and results
     that are cut, ``(place, dimension)``; ``shared``: places of arguments that only reach the layers through what lies
-    between them, so that each rank sees a part of their gradient."""
+    between them, so that each rank sees a part of their gradient; ``results``: ``(place, dimension)`` of results of the
+    block that have something for each unit (``cut_results``)."""
 
     rows: list
     units: int
@@ -57,6 +59,7 @@ class Group:
     counts: list = dataclasses.field(default_factory=list)
     arguments: list = dataclasses.field(default_factory=list)
     shared: list = dataclasses.field(default_factory=list)
+    results: list = dataclasses.field(default_factory=list)
 
     @property
     def readers(self):
@@ -73,9 +76,10 @@ class Group:
     def cut(self, parts, ranks):
         """The native ``TensorCut`` of sub-parameters for this many ranks."""
         runs = self.runs(ranks)
-        return _C.TensorCut([part.size for part in parts], [[self._run(part, *run) for run in runs] for part in parts])
+        return _C.TensorCut([part.size for part in parts], [[self.run(part, *run) for run in runs] for part in parts])
 
-    def _run(self, part, start, stop):
+    def run(self, part, start, stop):
+        """The elements of a sub-parameter that units from ``start`` up to ``stop`` read."""
         width = part.size * part.readers // self.units
         return (start // part.readers * width, -(-stop // part.readers) * width) if stop > start else (0, 0)
 
@@ -535,10 +539,15 @@ def _analyse(block, given, ranks, whole, reach, training):
         if not sources[name] or name in taken:
             continue
         rows, columns = _closure(name, sources)
-        problem = _conflict(rows, columns, sources, shown, taken, whole.twice)
+        returned = columns & shown
+        tables = {one for one in returned if isinstance(block.get_submodule(one), nn.Embedding)}
+        problem = _conflict(rows, columns, sources, shown - tables, taken, whole.twice)
         if problem is None:
             made = _group_of(reach, rows, {one: out.shape[-1] for one, out in whole.outputs.items() if one in columns})
             problem = made if isinstance(made, str) else None
+        if problem is None and tables:
+            made.results = results_of(reach, made, tensors_in(whole.made), tables)
+            problem = f"the block returns what '{min(tables)}' gives" if made.results is None else None
         if problem is None:
             problem = _try(block, given, ranks, whole, made, whole.inputs[name].shape[-1], training)
         if problem is None:

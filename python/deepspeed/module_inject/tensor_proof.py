@@ -10,6 +10,7 @@ import copy
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_tp import cut_block
 from deepspeed.module_inject.layers import TensorParallel_Layer, cut_of
 from deepspeed.module_inject.tensor_analysis import is_linear, tensors_in, with_tensors
@@ -25,7 +26,7 @@ class _Record:
     """One run of a block, forward and backward: ``outputs`` of its modules by name, in the order of their ends, and
     ``grads`` of parameters and arguments by name."""
 
-    def __init__(self, block, given):
+    def __init__(self, block, given, backward=True):
         self.outputs, self.grads, hooks = {}, {}, []
         for name, module in block.named_modules():
             hooks.append(module.register_forward_hook(self._keep(name)))
@@ -38,7 +39,7 @@ class _Record:
                 for _, one in tensors_in(made)
                 if one.is_floating_point() and one.requires_grad
             )
-        if isinstance(total, torch.Tensor):
+        if backward and isinstance(total, torch.Tensor):
             total.backward()
         for hook in hooks:
             hook.remove()
@@ -54,13 +55,13 @@ class _Record:
 
 
 def _leaf(place, tensor):
-    found = tensor.detach().clone()
+    found = tensor.detach().to(get_accelerator().current_device_name(), copy=True)
     return found.float().requires_grad_() if found.is_floating_point() else found
 
 
 def trial_copy(block):
     """A copy of a block in fp32 with random parameters, the same ones on every rank, in evaluation."""
-    made = copy.deepcopy(block).float().eval()
+    made = copy.deepcopy(block).float().eval().to(get_accelerator().current_device_name())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in made.parameters():
@@ -71,17 +72,17 @@ def trial_copy(block):
     return made
 
 
-def prove(block, name, plan, ranks, group):
+def prove(block, name, plan, ranks, group, training=True):
     """Raises PlanError where ``block``, cut as its ``BlockPlan`` says, gives other outputs or gradients than the whole one. The
     text names the first module that differs. Every rank of torch's ``group`` calls it with the same arguments."""
     rank = dist.get_rank(group)
     whole = trial_copy(block)
-    before = _Record(whole, plan.given)
+    before = _Record(whole, plan.given, training)
     cut = trial_copy(block)
     problem = None
     try:
         cut_block(cut, plan, ranks, group, rank)
-        problem = _difference(before, _Record(cut, plan.given), cut)
+        problem = _difference(before, _Record(cut, plan.given, training), cut)
     except (RuntimeError, ValueError, TypeError) as error:
         problem = f"it fails: {type(error).__name__}: {error}"
     found = [None] * ranks
