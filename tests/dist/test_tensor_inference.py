@@ -1,6 +1,11 @@
 """``init_inference`` of models whose layers are cut over ranks: logits and texts are those of one process."""
 
+import contextlib
 import copy
+import io
+import os
+import runpy
+import sys
 
 import pytest
 import torch
@@ -171,6 +176,36 @@ def test_other_dtypes_and_kernels_that_are_asked_for(rank, world):
         expected = model(tokens)
         error = float((alone(tokens) - expected).abs().max())
         assert float((narrow(tokens) - expected).abs().max()) <= 2 * error
+
+
+SCRIPT = os.path.join(os.path.dirname(__file__), *[os.pardir] * 2, "benchmarks", "python", "inference_test.py")
+
+
+def said_by_script(rank, world, *flags):
+    """The lines that the benchmark prints on a rank."""
+    before, sys.argv = sys.argv, [SCRIPT, "--name", "tiny", "--batch_size", "2", "--max_new_tokens", "4", *flags]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            runpy.run_path(SCRIPT, run_name="__main__")
+    finally:
+        sys.argv = before
+    return said.getvalue().splitlines()
+
+
+def test_the_script_of_the_tutorial_prints_times_and_texts():
+    env = {"DS_ACCELERATOR": "cpu"}
+    flags = "--test_performance", "--rounds", "1", "--ds_inference", "--local_rank", "0"
+    shared, other = run_ranks(2, said_by_script, *flags, env=env)
+    (alone,) = run_ranks(1, said_by_script, "--dtype", "float32", env=env)
+    assert other == [] and len(alone) == 2 and [line for line in shared if line in alone] == alone
+    assert "2 ranks share it, batch 2" in shared[-5]
+    for line, name, unit in zip(
+        shared[-4:],
+        ("Avg Per Token Latency", "Avg BW", "Avg Throughput", "Peak Memory"),
+        ("ms", "GB/s", "tokens/s", "GB"),
+    ):
+        label, _, value = line.partition(":")
+        assert label == name and float(value.split()[0]) > 0 and value.split()[1] == unit
 
 
 class WithExperts(look_alikes.LlamaBlock):
