@@ -114,6 +114,18 @@ def test_two_groups_of_neighbours_answer_each_for_itself(rank, world):
     assert torch.distributed.get_world_size(engine.inference_mp_group) == 2
 
 
+@on_ranks(2, init=True)
+def test_slices_are_multiples_of_the_grain_where_it_divides(rank, world):
+    model = look_alikes.model_of("gpt2")
+    for grain, widths in ((64, (128, 64)), (5, (96, 96)), (1, (96, 96))):
+        engine = served(model, tensor_parallel={"tp_size": 2, "tp_grain_size": grain})
+        assert engine.module.blocks[0].c_out.in_features == widths[rank]
+    for grain, widths in ((16, (32, 16)), (64, (24, 24))):
+        engine = served(model, tensor_parallel={"tp_size": 2, "tp_grain_size": grain})
+        assert engine.module.lm_head.in_features == widths[rank]
+        assert engine.module.blocks[0].num_heads == 3
+
+
 class Mpu:
     """An mpu whose ranks all share the model."""
 

@@ -12,7 +12,7 @@ from deepspeed.comm import mesh, mesh_views
 from deepspeed.config.errors import config_error
 from deepspeed.log import log_dist
 from deepspeed.module_inject.layers import LmHeadLinearAllreduce
-from deepspeed.module_inject.tensor_analysis import NotAnalysed, features, is_linear
+from deepspeed.module_inject.tensor_analysis import NotAnalysed, features, grained_runs, is_linear
 from deepspeed.module_inject.tp_model import carry_out, earlier_plan, proven_plan, same_weights
 
 KEY = "tensor_parallel.tp_size"
@@ -70,13 +70,16 @@ class ServedCut:
 
     def __init__(self, model, group, config, experts):
         self.model, self.group, self.head, self.plan = model, group, None, None
+        self.grain = config.tensor_parallel.tp_grain_size
         ranks = dist.get_world_size(group)
         _check_policy(config)
         self.done = earlier_plan(model, ranks, KEY) is not None
         if self.done:
             return
         try:
-            self.plan = proven_plan(_skeleton(model, experts), group, config, config.injection_dict, training=False)
+            self.plan = proven_plan(
+                _skeleton(model, experts), group, config, config.injection_dict, training=False, grain=self.grain
+            )
         except NotAnalysed as error:
             if not experts:
                 raise ValueError(f"init_inference: {KEY} = {ranks}: {error}; or {_ADVICE}") from error
@@ -108,13 +111,13 @@ class ServedCut:
         if not self.done:
             same_weights(self.model, self.group, [self.model.get_submodule(name) for name in experts])
 
-    def carry_out(self, grain):
-        """Cuts the layers. ``grain``: slices of the head are multiples of it where its width is."""
+    def carry_out(self):
+        """Cuts the layers."""
         if self.plan is None:
             return
         carry_out(self.model, self.plan, self.group, training=False)
         if self.head is not None:
-            _cut_head(self.model, self.head, self.group, grain)
+            _cut_head(self.model, self.head, self.group, self.grain)
 
 
 def _check_policy(config):
@@ -159,8 +162,7 @@ def _cut_head(model, name, group, grain):
     stays whole."""
     head, ranks = model.get_submodule(name), dist.get_world_size(group)
     width = features(head)[0]
-    grain = grain if width % grain == 0 and width >= grain * ranks else 1
-    runs = [(start * grain, stop * grain) for start, stop in _C.unit_runs(width // grain, ranks)]
+    cut = _C.TensorCut([width], [grained_runs(width, ranks, grain)])
     others = [one for one, module in model.named_modules() if module is not head and _has(module, head.weight)]
     if others:
         head.weight = nn.Parameter(head.weight.detach(), requires_grad=head.weight.requires_grad)
@@ -169,7 +171,7 @@ def _cut_head(model, name, group, grain):
             "whole; the values are the same",
             ranks=[0],
         )
-    made = LmHeadLinearAllreduce(head, group, name=name, cut=_C.TensorCut([width], [runs]))
+    made = LmHeadLinearAllreduce(head, group, name=name, cut=cut)
     owner, _, last = name.rpartition(".")
     setattr(model.get_submodule(owner), last, made)
 

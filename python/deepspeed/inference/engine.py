@@ -124,7 +124,7 @@ class InferenceEngine(torch.nn.Module):
             elif slices > 1:
                 slice_experts(layer, self.expert_mp_group)
         if cut is not None:
-            cut.carry_out(config.tensor_parallel.tp_grain_size)
+            cut.carry_out()
         model.to(self.device)
         if cut is not None:
             share_random_state(self.inference_mp_group)

@@ -41,6 +41,13 @@ class Part:
     readers: int = 1
 
 
+def grained_runs(count, ranks, grain):
+    """``[start, stop)`` of each rank's elements of ``count``: multiples of ``grain`` where that divides the count and
+    every rank gets some."""
+    grain = grain if count % grain == 0 and count >= grain * ranks else 1
+    return [(start * grain, stop * grain) for start, stop in _C.unit_runs(count // grain, ranks)]
+
+
 @dataclasses.dataclass
 class Group:
     """Layers that are cut together, by their names in the block. ``units`` units of the inputs of ``rows``; ``columns``:
@@ -49,7 +56,7 @@ class Group:
     ``(module, attribute, units of one, elements of one)``; ``arguments``: places of the block's arguments and results
     that are cut, ``(place, dimension)``; ``shared``: places of arguments that only reach the layers through what lies
     between them, so that each rank sees a part of their gradient; ``results``: ``(place, dimension)`` of results of the
-    block that have something for each unit (``cut_results``)."""
+    block that have something for each unit (``cut_results``); ``grain``: of ``grained_runs``."""
 
     rows: list
     units: int
@@ -60,6 +67,7 @@ class Group:
     arguments: list = dataclasses.field(default_factory=list)
     shared: list = dataclasses.field(default_factory=list)
     results: list = dataclasses.field(default_factory=list)
+    grain: int = 1
 
     @property
     def readers(self):
@@ -70,7 +78,7 @@ class Group:
     def runs(self, ranks):
         """``[start, stop)`` of each rank's units."""
         if self.readers == 1:
-            return [tuple(run) for run in _C.unit_runs(self.units, ranks)]
+            return grained_runs(self.units, ranks, self.grain)
         return [tuple(run) for run in _C.grouped_runs(self.units, self.units // self.readers, ranks)[0]]
 
     def cut(self, parts, ranks):

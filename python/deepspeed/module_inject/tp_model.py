@@ -7,7 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.log import log_dist, logger
 from deepspeed.module_inject.auto_tp import cut_model, plan_of
 from deepspeed.module_inject.layers import cut_of, set_autotp_mode
-from deepspeed.module_inject.tensor_analysis import with_tensors
+from deepspeed.module_inject.tensor_analysis import features, with_tensors
 from deepspeed.module_inject.tensor_proof import PlanError, prove
 
 PLAN = "ds_tensor_plan"  # the attribute of a model that is cut
@@ -35,13 +35,16 @@ def earlier_plan(model, ranks, key):
     return earlier
 
 
-def proven_plan(model, group, settings=None, policy=None, training=True):
+def proven_plan(model, group, settings=None, policy=None, training=True, grain=1):
     """The ``CutPlan`` of ``model`` for the ranks of ``group``; PlanError where it would compute something else. No
-    weight changes. ``training`` false: nobody needs gradients."""
+    weight changes. ``training`` false: nobody needs gradients. ``grain``: slices of single channels are multiples of it
+    where it divides them."""
     set_autotp_mode(training)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if there were no plan
         torch.manual_seed(0)
         plan = plan_of(model, dist.get_world_size(group), settings, policy, training)
+    for name, one in plan.kinds().items():
+        _set_grain(model.get_submodule(name), one, grain)
     if getattr(settings, "verify", True):
         for name, one in plan.kinds().items():
             one.given = with_tensors(one.given, lambda _, tensor: _of_first(tensor, group))
@@ -66,6 +69,12 @@ def _prove(block, name, one, plan, group, training):
         if not plan.source.by_user:
             raise
         logger.warning(f"{plan.source.name}: {error}")
+
+
+def _set_grain(block, plan, grain):
+    for one in plan.groups:
+        if features(block.get_submodule(one.rows[0]))[0] == one.units:  # not heads
+            one.grain = grain
 
 
 def _of_first(tensor, group):
