@@ -259,6 +259,9 @@ class _Generates:
             input_ids = torch.cat([input_ids, found], 1)
         return input_ids
 
+    def get_input_embeddings(self):
+        return self.embed
+
     def get_output_embeddings(self):
         return self.lm_head
 
@@ -308,6 +311,9 @@ class EncoderDecoder(nn.Module):
             self.lm_head.weight = self.shared.weight
 
     get_output_embeddings = _Generates.get_output_embeddings
+
+    def get_input_embeddings(self):
+        return self.shared
 
     @property
     def dummy_inputs(self):

@@ -128,7 +128,6 @@ def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
         ({"use_triton": True}, NotImplementedError, "use_triton=True is not built"),
         ({"enable_cuda_graph": True}, NotImplementedError, "enable_cuda_graph=True is not built"),
         ({"set_empty_params": True}, NotImplementedError, "set_empty_params=True is not built"),
-        ({"injection_policy": {nn.Linear: "x"}}, NotImplementedError, "injection_policy=.* is not built"),
         ({"save_mp_checkpoint_path": "x"}, NotImplementedError, "save_mp_checkpoint_path='x' is not built"),
         ({"mp_size": 2, "ep_size": 3}, ValueError, "moe.ep_size = 3 and tensor_parallel.tp_size .*= 2: one has to be"),
         ({"dtype": torch.int8}, NotImplementedError, "torch.int8"),
@@ -148,17 +147,6 @@ def test_kernels_that_are_not_built_leave_the_models_layers(key):
         engine = deepspeed.init_inference(model, dtype=torch.float32, **{key: True})
     assert torch.equal(engine(x), expected)
     assert sum("replace_with_kernel_inject has no effect yet" in line for line in lines) == 1
-
-
-def test_a_model_without_experts_is_not_sliced():
-    refused(
-        NotImplementedError,
-        r"tp_size \(mp_size\) = 2: layers other than experts are not sliced",
-        deepspeed.init_inference,
-        nn.Linear(3, 2),
-        dtype=torch.float32,
-        mp_size=2,
-    )
 
 
 @on_ranks(4, init=True)

@@ -1,4 +1,4 @@
-"""``deepspeed.init_inference``: a model that answers, with experts spread over ranks."""
+"""``deepspeed.init_inference``: a model that answers, with layers and experts spread over ranks."""
 
 import json
 import os
@@ -20,9 +20,11 @@ from deepspeed.config.errors import config_error
 from deepspeed.config.inference import DeepSpeedInferenceConfig, merge_inference_config
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.host.recorded_names import open_regular
+from deepspeed.inference.cut_layers import ServedCut, group_in, group_of, share_random_state, size_of
 from deepspeed.log import warning_once
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, validate_autoep_post_detection
+from deepspeed.module_inject.tp_model import own_weights
 from deepspeed.moe.errors import fail
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.serving import serve_alike, share_experts, slice_experts
@@ -36,8 +38,6 @@ _NOT_BUILT = {
     "keep_module_on_host": (False,),
     "set_empty_params": (False,),
     "save_mp_checkpoint_path": (None,),
-    "injection_policy": (None,),
-    "injection_policy_tuple": (None,),
     "transposed_mode": (False,),
     "enable_cuda_graph": (False,),
 }
@@ -59,12 +59,19 @@ def init_inference(model, config=None, **kwargs):
     """An ``InferenceEngine`` around ``model``, whose ``module`` is the model.
 
     ``config``: a dict, a path of a JSON file or a ``DeepSpeedInferenceConfig``; ``kwargs``: the same keys, see
-    docs/config.md. Built are: ``dtype``; ``checkpoint``, a folder that any number of ranks and any stage has saved; the
-    section ``moe`` (``ep_size``, ``moe_experts``, ``moe_type``) for models with layers of ``deepspeed.moe``, or of a
-    kind that the section ``expert_parallel`` of training takes: ``ep_size`` ranks, each with tokens of its own, share
-    experts, and where there are more of them than experts, each has a slice of one. So do ``mp_size``
-    (``tensor_parallel``) neighbours that bring the same tokens, and nothing travels among them; of other layers each
-    has the whole. Every rank calls it.
+    docs/config.md. Built are: ``dtype``; ``checkpoint``, a folder that any number of ranks and any stage has saved;
+    ``tensor_parallel``; and ``moe``. Every rank calls it.
+
+    ``tensor_parallel={"tp_size": n}`` (``mp_size=n``): n neighbours, or the ranks of its ``tp_group``, share the layers
+    of blocks and the head, and so the keys and values of earlier tokens. They have to bring the same inputs, and they
+    give the same results; what they sample is the same too, because they get one state of random numbers here.
+    ``injection_policy={Block: ("attention.output", "mlp.output")}`` (or ``injection_policy_tuple``, for any class of
+    block) says which linear layers have results that are summed, where the analysis of the model should not decide.
+
+    ``moe`` (``ep_size``, ``moe_experts``, ``moe_type``), for models with layers of ``deepspeed.moe``, or of a kind that
+    the section ``expert_parallel`` of training takes: ``ep_size`` ranks, each with tokens of its own, share experts,
+    and where there are more of them than experts, each has a slice of one. Neighbours that bring the same tokens share
+    experts, too.
 
     ``replace_with_kernel_inject`` asks for faster layers, which are not built: a warning says so, and the model's own
     layers run. NotImplementedError names a key of anything else that is still to be built.
@@ -94,14 +101,17 @@ class InferenceEngine(torch.nn.Module):
         self._times, self._timed = [], False
         self._compiled = False
         self.device = torch.device(get_accelerator().current_device_name())
+        self._same = size_of(config.tensor_parallel)  # ranks that bring the same tokens
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoE)}
         self._size = self._ranks_together(layers)
+        self._replaced = {}  # layers with experts of an unchanged model -> number of results
+        cut = self._plan(layers) if self._same > 1 else None
         slices = self._share(layers) if layers else 1
         model.to(dtype=config.dtype)  # first: what is loaded is as wide as what serves
         path, saved = self._path(), None
         if path is not None and os.path.isdir(path):
             saved = open_saved(path, with_optimizer=False, experts=self._numbers(layers))
-        replaces = not layers and (self._size > 1 or _has_stacked(saved))
+        replaces = not layers and (self._config.moe.ep_size > 1 or self._replaced or _has_stacked(saved))
         if replaces and _has_stacked(saved):
             layers, slices = self._replace()
         if path is not None:
@@ -113,7 +123,11 @@ class InferenceEngine(torch.nn.Module):
                 serve_alike(layer, self.inference_mp_group, self._size // slices)
             elif slices > 1:
                 slice_experts(layer, self.expert_mp_group)
+        if cut is not None:
+            cut.carry_out()
         model.to(self.device)
+        if cut is not None:
+            share_random_state(self.inference_mp_group)
         self.eval()
 
     @staticmethod
@@ -136,12 +150,7 @@ class InferenceEngine(torch.nn.Module):
     def _ranks_together(self, layers):
         """The number of ranks that share the experts: ``ep_size``, or those that bring the same tokens (``mp_size``),
         whichever are more."""
-        alike, size = self._config.tensor_parallel.tp_size, self._config.moe.ep_size
-        if alike > 1 and not layers and size == 1 and not self._has_experts():
-            raise NotImplementedError(
-                f"init_inference: tensor_parallel.tp_size (mp_size) = {alike}: layers other than experts are not "
-                "sliced, and the model has no experts; leave it at 1"
-            )
+        alike, size = self._same, self._config.moe.ep_size
         size, key = (alike, "tensor_parallel.tp_size") if alike > size else (size, "moe.ep_size")
         if size % self._config.moe.ep_size != 0 or size % alike != 0:
             raise config_error(
@@ -152,22 +161,40 @@ class InferenceEngine(torch.nn.Module):
         if size > 1 and not dist.is_initialized():
             dist.init_distributed(get_accelerator().communication_backend_name())
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if world % size != 0:
+        by_neighbours = key == "moe.ep_size" or group_in(self._config.tensor_parallel) is None
+        if by_neighbours and world % size != 0:
             raise config_error(f"{key} = {size} does not divide the {world} ranks of this job", [key])
-        if alike > 1:
-            warning_once("init_inference: mp_size ranks share the experts; they have other layers whole, each of them")
         return size
 
-    def _has_experts(self):
-        """Whether the model's layers with experts can be replaced."""
+    def _plan(self, layers):
+        """The ``ServedCut`` of the layers that are cut over the ranks that bring the same tokens."""
+        self.inference_mp_group = group_of(self._config.tensor_parallel, self._same)
+        if not layers:
+            self._replaced = {spec.moe_module_name: 1 + spec.return_router_logits for spec in self._specs()}
+        experts = {**dict.fromkeys(layers, 3), **self._replaced}
+        if experts and group_in(self._config.tensor_parallel) is not None:
+            neighbours = self._ranks(1, 1, ["alike.tp"])
+            given = sorted(dist.get_all_ranks_from_group(self.inference_mp_group))
+            if given != neighbours:
+                raise config_error(
+                    f"tensor_parallel.tp_group has the ranks {given}: those that share experts have to be neighbours, "
+                    f"{neighbours} here; leave it out",
+                    ["tensor_parallel.tp_group"],
+                )
+        cut = ServedCut(self.module, self.inference_mp_group, self._config, experts)
+        cut.same_weights(experts)
+        return cut
+
+    def _specs(self):
+        """The layers with experts of an unchanged model that can be replaced."""
         try:
-            return bool(AutoEP(self.module, AutoEPConfig(enabled=True)).ep_parser())
+            return AutoEP(self.module, AutoEPConfig(enabled=True)).ep_parser()
         except ValueError:
-            return False
+            return []
 
     def _alike(self):
         """Whether all ranks that share experts bring the same tokens."""
-        return 1 < self._config.tensor_parallel.tp_size == self._size
+        return 1 < self._same == self._size
 
     def _make_groups(self, fewest):
         """``(ranks that share the experts of a layer, ranks with a slice of each)`` where ``fewest`` is the number of
@@ -183,8 +210,6 @@ class InferenceEngine(torch.nn.Module):
                 self.inference_ep_group = mesh.group_over(self._ranks(shared, slices, ["experts.ep"]))
             if self.expert_mp_group is None and slices > 1:
                 self.expert_mp_group = mesh.group_over(self._ranks(shared, slices, ["experts.slice"]))
-            if self._config.tensor_parallel.tp_size > 1:
-                self.inference_mp_group = mesh.group_over(self._ranks(shared, slices, ["alike.tp"]))
         return shared, slices
 
     def _ranks(self, shared, slices, axes):
@@ -193,7 +218,7 @@ class InferenceEngine(torch.nn.Module):
         that bring the same tokens."""
         grid = mesh_views.of_job()
         grid.fold("experts", ["dp"], [("dp", 0, ""), ("ep", shared, ""), ("slice", slices, "")])
-        alike = ("tp", self._config.tensor_parallel.tp_size, "tensor_parallel.tp_size")
+        alike = ("tp", self._same, "tensor_parallel.tp_size")
         grid.fold("alike", ["dp"], [("dp", 0, ""), alike])
         return grid.list(axes, dist.get_rank())
 
@@ -287,8 +312,8 @@ class InferenceEngine(torch.nn.Module):
         return {number for experts in lists for number in experts.ds_expert_numbers.values()} if layers else None
 
     def load_module_state_dict(self, checkpoint, strict=True):
-        """Loads ``checkpoint["module"]`` into the model."""
-        self.module.load_state_dict(checkpoint["module"], strict=strict)
+        """Loads ``checkpoint["module"]``, whole tensors, into the model, of which this rank has slices."""
+        self.module.load_state_dict(own_weights(self.module, checkpoint["module"]), strict=strict)
 
     # ---- answers -----------------------------------------------------------------------------------------------------
     def forward(self, *inputs, **kwargs):

@@ -14,6 +14,13 @@ class Part:
     readers: int = 1
 
 
+def grained_runs(count, ranks, grain):
+    """``[start, stop)`` of each rank's elements of ``count``: multiples of ``grain`` where that divides the count and
+    every rank gets some."""
+    grain = grain if count % grain == 0 and count >= grain * ranks else 1
+    return [(start * grain, stop * grain) for start, stop in _C.unit_runs(count // grain, ranks)]
+
+
 @dataclasses.dataclass
 class Group:
     """Layers that are cut together, by their names in the block. ``units``: of the inputs of ``rows``; ``columns``:
@@ -22,7 +29,8 @@ class Group:
     ``(module, attribute, units of one, elements of one)``; ``arguments``: places of the block's arguments and results
     that are cut, ``(place, dimension)``; ``shared``: places of arguments that only reach the layers through what lies
     between them, so that each rank sees a part of their gradient; ``draws``: the last of ``columns`` and of ``rows``
-    that run, where random numbers are drawn between them in training."""
+    that run, where random numbers are drawn between them in training; ``results``: ``(place, dimension)`` of results
+    of the block that have something for each unit (``cut_results``); ``grain``: of ``grained_runs``."""
 
     rows: list
     units: int
@@ -33,6 +41,8 @@ class Group:
     arguments: list = dataclasses.field(default_factory=list)
     shared: list = dataclasses.field(default_factory=list)
     draws: tuple = ()
+    results: list = dataclasses.field(default_factory=list)
+    grain: int = 1
 
     @property
     def readers(self):
@@ -43,15 +53,16 @@ class Group:
     def runs(self, ranks):
         """``[start, stop)`` of each rank's units."""
         if self.readers == 1:
-            return [tuple(run) for run in _C.unit_runs(self.units, ranks)]
+            return grained_runs(self.units, ranks, self.grain)
         return [tuple(run) for run in _C.grouped_runs(self.units, self.units // self.readers, ranks)[0]]
 
     def cut(self, parts, ranks):
         """The native ``TensorCut`` of sub-parameters for this many ranks."""
         runs = self.runs(ranks)
-        return _C.TensorCut([part.size for part in parts], [[self._run(part, *run) for run in runs] for part in parts])
+        return _C.TensorCut([part.size for part in parts], [[self.run(part, *run) for run in runs] for part in parts])
 
-    def _run(self, part, start, stop):
+    def run(self, part, start, stop):
+        """The elements of a sub-parameter that units from ``start`` up to ``stop`` read."""
         width = part.size * part.readers // self.units
         return (start // part.readers * width, -(-stop // part.readers) * width) if stop > start else (0, 0)
 

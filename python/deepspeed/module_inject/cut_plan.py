@@ -11,6 +11,8 @@ import functools
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed._native import _C
+from deepspeed.comm import mesh_views
 from deepspeed.log import log_dist
 from deepspeed.module_inject import probe, tensor_analysis, tp_shard
 from deepspeed.module_inject.autotp_config import PartitionType
@@ -77,7 +79,7 @@ class CutPlan:
         return dict(first.values())
 
 
-def plan_of(model, ranks, settings=None, policy=None):
+def plan_of(model, ranks, settings=None, policy=None, training=True):
     """The ``CutPlan`` of a model for ``ranks`` ranks. ``settings``: the section ``tensor_parallel``, ``policy``: the
     ``injection_policy`` of ``init_inference``. NotAnalysed where nobody says how to cut, and the model does not run on
     a probe."""
@@ -93,7 +95,7 @@ def plan_of(model, ranks, settings=None, policy=None):
     for name, block in blocks.items():
         kind = probe.kind_of(block)
         if kind not in plans and (kind in calls or roles):
-            plans[kind] = _plan_block(name, block, calls.get(kind), ranks, source, roles)
+            plans[kind] = _plan_block(name, block, calls.get(kind), ranks, source, roles, training)
         if kind in plans:
             found[name] = plans[kind]
     made = CutPlan(ranks, found, source)
@@ -101,11 +103,11 @@ def plan_of(model, ranks, settings=None, policy=None):
     return made
 
 
-def _plan_block(name, block, given, ranks, source, roles):
+def _plan_block(name, block, given, ranks, source, roles, training):
     analysed, problem = None, "the model did not run on a probe"
     if given is not None:
         try:
-            analysed = tensor_analysis.analyse(block, given, ranks)
+            analysed = tensor_analysis.analyse(block, given, ranks, training)
         except NotAnalysed as error:
             problem = str(error)
     if source.name == ANALYSIS:
@@ -115,9 +117,9 @@ def _plan_block(name, block, given, ranks, source, roles):
         return BlockPlan(analysed.groups, analysed.whole, given)
     prefix = f"{name}." if name else ""
     own = {one[len(prefix) :]: spec for one, spec in roles.items() if one.startswith(prefix)}
-    groups = [one for one in analysed.groups if _agree(one, own)] if analysed is not None else []
-    taken = {one for group in groups for one in (*group.rows, *group.columns)}
     layers = {one for one, module in block.named_modules() if is_linear(module)}
+    groups = [one for one in analysed.groups if _agree(one, own, layers)] if analysed is not None else []
+    taken = {one for group in groups for one in (*group.rows, *group.columns)}
     ruled = {one: spec for one, spec in own.items() if one not in taken and one in layers and _cuts(spec)}
     whole = dict.fromkeys(sorted(layers - taken - set(ruled)), f"{source.name} leaves it whole")
     return BlockPlan(groups, whole, given, ruled)
@@ -127,9 +129,10 @@ def _cuts(spec):
     return spec.partition_type is not PartitionType.SKIP
 
 
-def _agree(group, roles):
-    """Whether rules say of all layers of a group what the analysis says, which then knows the heads."""
+def _agree(group, roles, layers):
+    """Whether rules say of all linear layers of a group what the analysis says, which then knows the heads."""
     wanted = {**dict.fromkeys(group.rows, PartitionType.ROW), **dict.fromkeys(group.columns, PartitionType.COLUMN)}
+    wanted = {one: kind for one, kind in wanted.items() if one in layers}
     return all(one in roles and roles[one].partition_type is kind for one, kind in wanted.items())
 
 
@@ -158,10 +161,10 @@ def _plan_outside(model, plan, roles):
 
 
 # ---- execution ------------------------------------------------------------------------------------------------------
-def cut_model(model, plan, group, overlap=False):
+def cut_model(model, plan, group, overlap=False, training=True):
     """Cuts a model in place for this rank of torch's ``group``. Every rank of the group calls it."""
     rank = dist.get_rank(group)
-    set_autotp_mode(training=True)
+    set_autotp_mode(training)
     for name, one in plan.blocks.items():
         cut_block(model.get_submodule(name), one, plan.ranks, group, rank, overlap)
     for name, spec in plan.outside.items():
@@ -206,6 +209,9 @@ def cut_block(block, plan, ranks, group, rank, overlap=False):
     _share_counts(block, plan.ruled, ranks, rank)
     places = {place: (None, one) for one in plan.groups for place in one.shared}
     places.update({place: (dim, one) for one in plan.groups for place, dim in one.arguments})
+    results = {place: (dim, one) for one in plan.groups for place, dim in one.results}
+    if results:
+        block.forward = functools.partial(_with_whole_results, block.forward, results, ranks, group)
     if places:
         exchange = exchange_of(group, overlap)
         block.forward = functools.partial(_with_own_arguments, block.forward, places, ranks, rank, exchange)
@@ -254,6 +260,19 @@ def _replace(block, name, made):
 def _param(block, name):
     owner, _, last = name.rpartition(".")
     return block.get_submodule(owner)._parameters[last]
+
+
+def _with_whole_results(forward, places, ranks, group, *args, **kwargs):
+    """Calls a block, and makes those of its results whole that have something for each head."""
+
+    def whole(place, tensor):
+        if place not in places:
+            return tensor
+        dim, units = places[place]
+        sizes = [stop - start for start, stop in units.runs(ranks)]
+        return _C.gather_widths(mesh_views.tensor_ranks(group), tensor.contiguous(), dim, sizes)
+
+    return with_tensors(forward(*args, **kwargs), whole)
 
 
 def _with_own_arguments(forward, places, ranks, rank, exchange, *args, **kwargs):

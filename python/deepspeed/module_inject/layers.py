@@ -41,7 +41,8 @@ def exchange_of(group, overlap=False):
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
 def cut_param(param, dim, cut, group, rank, partial=False):
-    """Keeps this rank's slice of a parameter, in place, and notes which one that is."""
+    """Keeps this rank's slice of a parameter, in place, and notes which one that is. In training mode the gradients of
+    copies are summed."""
     made = ParamCut(dim, cut, group, rank, partial)
     with torch.no_grad():
         param.data = made.own(param.data).clone()
@@ -49,6 +50,8 @@ def cut_param(param, dim, cut, group, rank, partial=False):
     if dim is not None:
         param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
         param.ds_tensor_copies = not cut.owned(rank) and cut.width(rank) > 0
+    if not is_autotp_training_mode():
+        return
     if partial:
         _C.sum_gradients(param, mesh_views.tensor_ranks(group))
     elif cut is not None and cut.copied():

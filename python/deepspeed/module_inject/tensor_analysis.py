@@ -11,9 +11,11 @@ change.
 import dataclasses
 
 import torch
+from torch import nn
 
 from deepspeed.module_inject.block_twin import NotAnalysed, WholeRun, tensors_in, twin_of
 from deepspeed.module_inject.cut_group import Group, Part
+from deepspeed.module_inject.cut_results import results_of
 from deepspeed.module_inject.rank_play import find_changes
 
 _FEW = 4  # channels of one sub-parameter that an elementwise function reads at most (gate and up, for example)
@@ -215,10 +217,14 @@ def _analyse(block, given, ranks, whole, reach, training):
         if not sources[name] or name in taken:
             continue
         rows, columns = _closure(name, sources)
-        problem = _conflict(rows, columns, sources, shown, taken, whole.twice)
+        tables = {one for one in columns & shown if isinstance(block.get_submodule(one), nn.Embedding)}
+        problem = _conflict(rows, columns, sources, shown - tables, taken, whole.twice)
         if problem is None:
             made = _group_of(reach, rows, {one: out.shape[-1] for one, out in whole.outputs.items() if one in columns})
             problem = made if isinstance(made, str) else None
+        if problem is None and tables:
+            made.results = results_of(reach, made, tensors_in(whole.made), tables)
+            problem = f"the block returns what '{min(tables)}' gives" if made.results is None else None
         if problem is None:
             problem = _try(block, given, ranks, whole, made, whole.inputs[name].shape[-1], training)
         if problem is None:

@@ -26,7 +26,7 @@ class _Record:
     ``grads`` of parameters and arguments by name. ``weights``: of the results in the sum that is differentiated, by a
     function of their numbers and shapes; None: random ones."""
 
-    def __init__(self, block, given, weights=None):
+    def __init__(self, block, given, backward=True, weights=None):
         self.outputs, self.grads, hooks = {}, {}, []
         for name, module in block.named_modules():
             hooks.append(module.register_forward_hook(self._keep(name)))
@@ -37,7 +37,7 @@ class _Record:
             weights = weights or (lambda index, shape: torch.rand(shape, generator=generator))
             self.weights = [weights(index, one.shape) for index, one in enumerate(made)]
             total = sum((one * weight.to(one.device)).sum() for one, weight in zip(made, self.weights))
-        if isinstance(total, torch.Tensor):
+        if backward and isinstance(total, torch.Tensor):
             total.backward()
         for hook in hooks:
             hook.remove()
@@ -72,12 +72,12 @@ def _random(param, generator):
     return torch.nn.Parameter(values, requires_grad=param.requires_grad)
 
 
-def prove(block, name, plan, ranks, group):
+def prove(block, name, plan, ranks, group, training=True):
     """Raises PlanError where ``block``, cut as its ``BlockPlan`` says, gives other outputs or gradients than the whole
     one. The text names the first module that differs. Every rank of torch's ``group`` calls it with equal arguments."""
     rank = dist.get_rank(group)
     whole = trial_copy(block)
-    before = _Record(whole, plan.given)
+    before = _Record(whole, plan.given, training)
     cut = trial_copy(block)
     problem = None
     try:
@@ -86,7 +86,7 @@ def prove(block, name, plan, ranks, group):
         def own_weight(index, shape):
             return _own_weight(before.weights[index], shape, plan.groups, ranks, rank)
 
-        problem = _difference(before, _Record(cut, plan.given, own_weight), cut)
+        problem = _difference(before, _Record(cut, plan.given, training, own_weight), cut)
     except (RuntimeError, ValueError, TypeError) as error:
         problem = f"it fails: {type(error).__name__}: {error}"
     found = [None] * ranks

@@ -3,10 +3,13 @@
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.log import log_dist, logger
+from deepspeed.module_inject.block_twin import features, with_tensors
 from deepspeed.module_inject.cut_plan import cut_model, plan_of
-from deepspeed.module_inject.layers import cut_of
+from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.module_inject.tensor_proof import PlanError, prove
+from deepspeed.utils.param_cut import cut_of
 
 PLAN = "ds_tensor_plan"  # the attribute of a model that is cut
 
@@ -16,45 +19,82 @@ def cut_over(model, group, settings=None, policy=None):
     count. ``settings``: the section ``tensor_parallel``. Returns the ``CutPlan``. A model that is cut already stays as
     it is; ValueError where that was done for another number of ranks. PlanError where a cut would compute something
     else than the model; then no weight has changed."""
-    ranks = dist.get_world_size(group)
-    earlier = getattr(model, PLAN, None)
+    earlier = earlier_plan(model, dist.get_world_size(group), "tensor_parallel.autotp_size")
     if earlier is not None:
-        if earlier.ranks != ranks:
-            raise ValueError(
-                f"the model is cut over {earlier.ranks} ranks by an earlier tp_model_init, and "
-                f"tensor_parallel.autotp_size is {ranks}: make them equal"
-            )
         return earlier
-    plan = plan_of(model, ranks, settings, policy)
-    if settings is None or settings.verify:
-        for name, one in plan.kinds().items():
-            _prove(model.get_submodule(name), name, one, plan, group)
-    _same_weights(model, group)
-    cut_model(model, plan, group, settings is not None and settings.tp_overlap_comm)
-    setattr(model, PLAN, plan)
-    tell(plan)
+    plan = proven_plan(model, group, settings, policy)
+    same_weights(model, group)
+    carry_out(model, plan, group, settings is not None and settings.tp_overlap_comm)
     return plan
 
 
-def _prove(block, name, one, plan, group):
+def earlier_plan(model, ranks, key):
+    """The plan by which a model is cut already; None: it is not. ValueError for another number than ``ranks``."""
+    earlier = getattr(model, PLAN, None)
+    if earlier is not None and earlier.ranks != ranks:
+        raise ValueError(f"the model is cut over {earlier.ranks} ranks already, and {key} is {ranks}: make them equal")
+    return earlier
+
+
+def proven_plan(model, group, settings=None, policy=None, training=True, grain=1):
+    """The ``CutPlan`` of ``model`` for the ranks of ``group``; PlanError where it would compute something else. No
+    weight changes. ``training`` false: nobody needs gradients. ``grain``: slices of single channels are multiples of it
+    where it divides them."""
+    set_autotp_mode(training)
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if there were no plan
+        torch.manual_seed(0)
+        plan = plan_of(model, dist.get_world_size(group), settings, policy, training)
+    for name, one in plan.kinds().items():
+        _set_grain(model.get_submodule(name), one, grain)
+    if getattr(settings, "verify", True):
+        for name, one in plan.kinds().items():
+            one.given = with_tensors(one.given, lambda _, tensor: _of_first(tensor, group))
+            _prove(model.get_submodule(name), name, one, plan, group, training)
+    return plan
+
+
+def carry_out(model, plan, group, overlap=False, training=True):
+    """Cuts ``model`` as the plan says, and notes the plan on it."""
+    cut_model(model, plan, group, overlap, training)
+    setattr(model, PLAN, plan)
+    tell(plan)
+
+
+def _prove(block, name, one, plan, group, training):
     """An error, or a warning where a script wrote the rules."""
     if one.given is None or not one.groups and not one.ruled:
         return
     try:
-        prove(block, name, one, plan.ranks, group)
+        prove(block, name, one, plan.ranks, group, training)
     except PlanError as error:
         if not plan.source.by_user:
             raise
         logger.warning(f"{plan.source.name}: {error}")
 
 
-def _same_weights(model, group):
-    """Gives all ranks the weights and buffers of the first one."""
-    source = dist.get_global_rank(group, 0)
+def _set_grain(block, plan, grain):
+    for one in plan.groups:
+        if features(block.get_submodule(one.rows[0]))[0] == one.units:  # not heads
+            one.grain = grain
+
+
+def _of_first(tensor, group):
+    """The tensor of the first rank of ``group``: weights, and so what a block is called with, may differ."""
+    sent = tensor.to(get_accelerator().current_device_name())
+    dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+    return sent
+
+
+def same_weights(model, group, others=()):
+    """Gives all ranks the weights and buffers of the first one, but for those of the modules ``others``."""
+    source, device = dist.get_global_rank(group, 0), get_accelerator().current_device_name()
+    own = {id(tensor) for module in others for tensor in (*module.parameters(), *module.buffers())}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device.type != "meta":
-                dist.broadcast(tensor.data, source, group=group)
+            if tensor.device.type != "meta" and id(tensor) not in own:
+                sent = tensor.data.to(device)
+                dist.broadcast(sent, source, group=group)
+                tensor.data.copy_(sent)
 
 
 def tell(plan):
@@ -67,16 +107,26 @@ def tell(plan):
 @torch.no_grad()
 def whole_weights(model, state):
     """A state dict of ``model`` with whole tensors in place of this rank's slices. Every rank of the group calls it."""
-    cuts = {
+    cuts = _cuts_in(model)
+    return {
+        name: value if cuts.get(name) is None else cuts[name].join(value.to(_device_of(model))).to(value.device)
+        for name, value in state.items()
+    }
+
+
+def _cuts_in(model):
+    return {
         f"{name}.{last}".lstrip("."): cut_of(param)
         for name, module in model.named_modules(remove_duplicate=False)
         for last, param in module._parameters.items()
         if param is not None
     }
-    return {
-        name: value if cuts.get(name) is None else cuts[name].join(value.to(_device_of(model))).to(value.device)
-        for name, value in state.items()
-    }
+
+
+def own_weights(model, state):
+    """The inverse: this rank's slices in place of the whole tensors of a state dict."""
+    cuts = _cuts_in(model)
+    return {name: value if cuts.get(name) is None else cuts[name].own(value) for name, value in state.items()}
 
 
 def _device_of(model):
