@@ -15,6 +15,7 @@ import deepspeed
 import tensor_models as look_alikes
 from deepspeed.comm import mesh
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce, cut_of
+from deepspeed.module_inject.tp_model import proven_plan
 from harness import on_ranks, run_ranks
 from logs import logged
 from refusals import refused
@@ -124,6 +125,26 @@ def test_slices_are_multiples_of_the_grain_where_it_divides(rank, world):
         engine = served(model, tensor_parallel={"tp_size": 2, "tp_grain_size": grain})
         assert engine.module.lm_head.in_features == widths[rank]
         assert engine.module.blocks[0].num_heads == 3
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_serves_only_stays_whole_in_training(world):
+    run_ranks(world, body_of_training_plans, init=True)
+
+
+def body_of_training_plans(rank, world):
+    def planned(name, training):
+        plan = proven_plan(look_alikes.model_of(name), torch.distributed.group.WORLD, training=training)
+        return list(plan.kinds().values())
+
+    for name in ("llama", "falcon", "t5"):
+        assert not any(one.whole for one in planned(name, training=False))
+    (llama,), (falcon,) = planned("llama", training=True), planned("falcon", training=True)
+    assert "which can be served only" in falcon.whole["dense"]
+    assert ("self_attn.o_proj" in llama.whole) == (world == 3)  # two key/value heads, one and a half for each rank
+    first, other, *_ = planned("t5", training=True)
+    assert [(one.results, one.arguments) for one in first.groups[:1]] == [([((1,), 1)], [])]
+    assert [(one.results, one.arguments) for one in other.groups[:1]] == [([], [((0, 1), 1)])]
 
 
 class Mpu:

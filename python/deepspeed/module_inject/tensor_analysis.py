@@ -572,8 +572,9 @@ def _try(block, given, ranks, whole, group, width, training):
         return f"it has {group.units} heads or channels for {ranks} ranks"
     try:
         for one, parts in group.columns.items():
-            if training and group.cut(parts, ranks).mixed():
-                return f"'{one}' has heads of one rank and heads that ranks share in one weight, which can be served only"
+            cut = group.cut(parts, ranks)
+            if training and (cut.mixed() or not all(cut.holders(rank) for rank in range(ranks))):
+                return f"'{one}' would have heads of other sets of ranks in one weight, which can be served only"
         return _find_changes(block, given, whole, group, width, ranks)
     except (ValueError, RuntimeError) as error:
         return str(error)
