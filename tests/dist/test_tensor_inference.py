@@ -203,6 +203,8 @@ def test_other_dtypes_and_kernels_that_are_asked_for(rank, world):
     assert sum("replace_with_kernel_inject has no effect yet" in line for line in lines) == 1
     assert torch.equal(engine.generate(tokens), model.generate(tokens))
     assert type(engine.module.blocks[0].dense) is LinearAllreduce
+    half = served(look_alikes.model_of("bloom").half(), mp_size=2)
+    close(half(tokens), model(tokens), most=1e-2)
     narrow, alone = served(model, mp_size=2, dtype=torch.bfloat16), served(model, dtype=torch.bfloat16)
     assert {param.dtype for param in narrow.module.parameters()} == {torch.bfloat16}
     with torch.no_grad():
