@@ -573,8 +573,8 @@ def _try(block, given, ranks, whole, group, width, training):
     try:
         for one, parts in group.columns.items():
             cut = group.cut(parts, ranks)
-            if training and (cut.mixed() or not all(cut.holders(rank) for rank in range(ranks))):
-                return f"'{one}' would have heads of other sets of ranks in one weight, which can be served only"
+            if training and cut.copied() and not all(cut.holders(rank) for rank in range(ranks)):
+                return f"ranks share some heads of '{one}' and have others alone: only inference can cut it"
         return _find_changes(block, given, whole, group, width, ranks)
     except (ValueError, RuntimeError) as error:
         return str(error)
