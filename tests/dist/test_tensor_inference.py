@@ -15,6 +15,7 @@ import deepspeed
 import tensor_models as look_alikes
 from deepspeed.comm import mesh
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce, cut_of
+from deepspeed.module_inject.tp_model import proven_plan
 from harness import on_ranks, run_ranks
 from logs import logged
 from refusals import refused
@@ -126,6 +127,26 @@ def test_slices_are_multiples_of_the_grain_where_it_divides(rank, world):
         assert engine.module.blocks[0].num_heads == 3
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_serves_only_stays_whole_in_training(world):
+    run_ranks(world, body_of_training_plans, init=True)
+
+
+def body_of_training_plans(rank, world):
+    def planned(name, training):
+        plan = proven_plan(look_alikes.model_of(name), torch.distributed.group.WORLD, training=training)
+        return list(plan.kinds().values())
+
+    for name in ("llama", "falcon", "t5"):
+        assert not any(one.whole for one in planned(name, training=False))
+    (llama,), (falcon,) = planned("llama", training=True), planned("falcon", training=True)
+    assert "only inference can cut it" in falcon.whole["dense"]
+    assert ("self_attn.o_proj" in llama.whole) == (world == 3)  # two key/value heads, one and a half for each rank
+    first, other, *_ = planned("t5", training=True)
+    assert [(one.results, one.arguments) for one in first.groups[:1]] == [([((1,), 1)], [])]
+    assert [(one.results, one.arguments) for one in other.groups[:1]] == [([], [((0, 1), 1)])]
+
+
 class Mpu:
     """An mpu whose ranks all share the model."""
 
@@ -182,6 +203,8 @@ def test_other_dtypes_and_kernels_that_are_asked_for(rank, world):
     assert sum("replace_with_kernel_inject has no effect yet" in line for line in lines) == 1
     assert torch.equal(engine.generate(tokens), model.generate(tokens))
     assert type(engine.module.blocks[0].dense) is LinearAllreduce
+    half = served(look_alikes.model_of("bloom").half(), mp_size=2)
+    close(half(tokens), model(tokens), most=1e-2)
     narrow, alone = served(model, mp_size=2, dtype=torch.bfloat16), served(model, dtype=torch.bfloat16)
     assert {param.dtype for param in narrow.module.parameters()} == {torch.bfloat16}
     with torch.no_grad():

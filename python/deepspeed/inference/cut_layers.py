@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed._compat import TORCH2
 from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import mesh, mesh_views
@@ -137,12 +138,20 @@ def _check_policy(config):
 def _skeleton(model, experts):
     """A copy of a model with the same parameters, in which layers with experts are ``_Mixing``. What models do at their
     first forward, hooks of recorders for example, happens to the copy."""
-    held = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    held = {id(one): _readable(one) for one in (*model.parameters(), *model.buffers())}
     held.update({id(model.get_submodule(name)): _Mixing(results) for name, results in experts.items()})
     try:
         return copy.deepcopy(model, held)
     except Exception as error:
         raise NotAnalysed(f"{type(model).__name__} cannot be copied: {error}") from error
+
+
+def _readable(tensor):
+    """The tensor, or its values in fp32 where they are fp16 on a CPU and torch cannot compute with these there."""
+    if TORCH2 or tensor.dtype is not torch.float16 or tensor.device.type != "cpu":
+        return tensor
+    values = tensor.detach().float()
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 class _Mixing(nn.Module):

@@ -1,6 +1,7 @@
 """A copy of a block of layers that runs on a small probe: linear layers return chosen numbers, the rest computes."""
 
 import copy
+import functools
 
 import torch
 from torch import nn
@@ -15,8 +16,22 @@ class NotAnalysed(Exception):
 def is_linear(module):
     """Whether a module multiplies by a matrix and adds a bias: ``torch.nn.Linear`` or the ``Conv1D`` of GPT-2."""
     if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
+        return type(module).forward is nn.Linear.forward or _computes_linear(type(module))
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+@functools.lru_cache(256)
+def _computes_linear(kind):
+    """Whether a class derived from ``torch.nn.Linear`` that has a ``forward`` of its own computes the same."""
+    for bias in (True, False):
+        plain = nn.Linear(3, 4, bias=bias)
+        try:
+            made = kind.forward(plain, torch.ones(2, 3))
+        except Exception:  # it needs more than a linear layer has
+            return False
+        if not isinstance(made, torch.Tensor) or not torch.allclose(made, plain(torch.ones(2, 3)), atol=1e-5):
+            return False
+    return True
 
 
 def is_embedding(module):
@@ -123,7 +138,8 @@ class Run:
                 one.run = self._layer
         self.given = with_tensors(given, _leaf)
         with torch.enable_grad():
-            self.made = twin(*self.given[0], **self.given[1])
+            args, kwargs = with_tensors(self.given, lambda _, tensor: tensor.clone())
+            self.made = twin(*args, **kwargs)
 
     def _layer(self, stand, x):
         name = self.names[id(stand)]
@@ -131,7 +147,7 @@ class Run:
             self.twice.add(name)
         self.inputs[name] = x
         self.outputs[name] = self.respond(name, stand, x)
-        return self.outputs[name]
+        return self.outputs[name].clone()  # the block may change it in place
 
 
 def _leaf(place, tensor):

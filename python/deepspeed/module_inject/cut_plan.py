@@ -277,13 +277,18 @@ def _with_whole_results(forward, places, ranks, group, *args, **kwargs):
 
 def _with_own_arguments(forward, places, ranks, rank, exchange, *args, **kwargs):
     """Calls a block with this rank's part of the arguments that have something for each head. The gradients of these
-    and of other arguments that only heads see are summed over the ranks."""
+    and of other arguments that only heads see are summed over the ranks. An argument that the block returns as it is
+    comes back whole."""
+    whole = {}  # of this rank's part -> both, which stay alive meanwhile
 
     def own(place, tensor):
         if place not in places:
             return tensor
-        (dim, group), tensor = places[place], exchange.copy_in(tensor)
-        return tensor if dim is None else own_units(tensor, dim, group, ranks, rank)
+        (dim, group), made = places[place], exchange.copy_in(tensor)
+        made = made if dim is None else own_units(made, dim, group, ranks, rank)
+        whole[id(made)] = made, tensor
+        return made
 
     args, kwargs = with_tensors((args, kwargs), own)
-    return forward(*args, **kwargs)
+    made = forward(*args, **kwargs)
+    return with_tensors(made, lambda _, tensor: whole.get(id(tensor), (tensor, tensor))[1])

@@ -39,22 +39,25 @@ def kind_of(block):
 def calls_of(model, blocks):
     """``{kind: (args, kwargs)}`` of one block of each kind, from one run of a copy of the model. Other blocks of the
     kind give what the first one gave. NotAnalysed with the cause where the model does not run on the probe."""
-    calls, results, twin = {}, {}, twin_of(model)
+    calls, results, twin, problem = {}, {}, twin_of(model), "there is nothing that it could be called with"
     for name, block in blocks.items():
         own = twin.get_submodule(name)
         own.forward = functools.partial(_record, own.forward, kind_of(block), calls, results)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            args, kwargs = sample_of(model)
-            WholeRun(twin, (args, kwargs))
-    except Exception as error:
-        if not calls or any(kind_of(block) not in calls for block in blocks.values()):
-            raise NotAnalysed(
-                f"{type(model).__name__} does not run on a probe ({type(error).__name__}: {error}): give the model a "
-                "property dummy_inputs, a dict of arguments that it runs with"
-            ) from error
-    return calls
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        for sample in samples_of(model):
+            try:
+                WholeRun(twin, sample)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            if all(kind_of(block) in calls for block in blocks.values()):  # what comes behind the blocks may fail
+                return calls
+    if calls:
+        return calls
+    raise NotAnalysed(
+        f"{type(model).__name__} does not run on a probe ({problem}): give the model a property dummy_inputs, a dict "
+        "of arguments that it runs with"
+    )
 
 
 def _record(forward, kind, calls, results, *args, **kwargs):
@@ -64,21 +67,28 @@ def _record(forward, kind, calls, results, *args, **kwargs):
     return results[kind]
 
 
-def sample_of(model):
-    """``(args, kwargs)`` of a small call: the model's ``dummy_inputs``, else tokens for a model with embeddings or with
-    an argument ``input_ids``, else features for its first linear layer."""
-    given = getattr(model, "dummy_inputs", None)
+def samples_of(model):
+    """``(args, kwargs)`` of small calls, of which a model takes one: its ``dummy_inputs``; images for a model whose
+    ``main_input_name`` they are; tokens; features for its first linear layer."""
     accepted = inspect.signature(model.forward).parameters
     more = {"use_cache": False} if "use_cache" in accepted else {}
+    generator = torch.Generator().manual_seed(0)
+    given = getattr(model, "dummy_inputs", None)
     if isinstance(given, dict):
         known = {name: one for name, one in given.items() if name in accepted}
-        return (), {**with_tensors(known or given, lambda _, tensor: tensor.cpu()), **more}
+        yield (), {**with_tensors(known or given, lambda _, tensor: tensor.cpu()), **more}
+    size = getattr(getattr(model, "config", None), "image_size", None)
+    if getattr(model, "main_input_name", None) == "pixel_values" and size is not None:
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        shape = _SAMPLES, getattr(model.config, "num_channels", 3), *sides
+        yield (), {"pixel_values": torch.randn(shape, generator=generator), **more}
     words = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
-    generator = torch.Generator().manual_seed(0)
-    if words or "input_ids" in accepted:
-        tokens = torch.randint(0, min(words or [2]), (_SAMPLES, _TOKENS), generator=generator)
-        return ((), {"input_ids": tokens, **more}) if "input_ids" in accepted else ((tokens,), more)
-    linear = next((one for one in model.modules() if is_linear(one)), None)
-    if linear is None:
-        raise ValueError("it has no linear layer")
-    return (torch.randn(_SAMPLES, _TOKENS, features(linear)[0], generator=generator),), more
+    tokens = torch.randint(0, min(words or [2]), (_SAMPLES, _TOKENS), generator=generator)
+    if "input_ids" in accepted:
+        yield (), {"input_ids": tokens, **more}
+    if words:
+        yield (tokens,), more
+    for module in model.modules():
+        if is_linear(module):
+            yield (torch.randn(_SAMPLES, _TOKENS, features(module)[0], generator=generator),), more
+            return

@@ -98,6 +98,7 @@ def find_changes(block, given, whole, group, width, ranks):
     places = [
         (place, dim)
         for place, one in tensors_in(given)
+        if place in group.shared or not one.is_floating_point()
         for dim, size in enumerate(one.shape[:-1])
         if size and size % group.units == 0 and group.units > 1 and size // group.units in (1, whole.samples)
     ]

@@ -32,7 +32,8 @@ class _Record:
             hooks.append(module.register_forward_hook(self._keep(name)))
         given = with_tensors(given, _leaf)
         with torch.enable_grad():
-            made = [one for _, one in tensors_in(block(*given[0], **given[1])) if one.requires_grad]
+            args, kwargs = with_tensors(given, lambda _, tensor: tensor.clone())  # the block may change them in place
+            made = [one for _, one in tensors_in(block(*args, **kwargs)) if one.requires_grad]
             generator = torch.Generator().manual_seed(1)
             weights = weights or (lambda index, shape: torch.rand(shape, generator=generator))
             self.weights = [weights(index, one.shape) for index, one in enumerate(made)]
