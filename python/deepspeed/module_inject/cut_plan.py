@@ -270,6 +270,8 @@ def _with_whole_results(forward, places, ranks, group, *args, **kwargs):
             return tensor
         dim, units = places[place]
         sizes = [stop - start for start, stop in units.runs(ranks)]
+        if dim >= tensor.dim() or tensor.shape[dim] != sizes[dist.get_rank(group)]:
+            return tensor  # the block returns other things than on the probe
         return _C.gather_widths(mesh_views.tensor_ranks(group), tensor.contiguous(), dim, sizes)
 
     return with_tensors(forward(*args, **kwargs), whole)
@@ -284,7 +286,10 @@ def _with_own_arguments(forward, places, ranks, rank, exchange, *args, **kwargs)
     def own(place, tensor):
         if place not in places:
             return tensor
-        (dim, group), made = places[place], exchange.copy_in(tensor)
+        dim, group = places[place]
+        if dim is not None and tensor.shape[dim] % group.units:
+            return tensor  # another cut block gave it: it has this rank's heads
+        made = exchange.copy_in(tensor)
         made = made if dim is None else own_units(made, dim, group, ranks, rank)
         whole[id(made)] = made, tensor
         return made
