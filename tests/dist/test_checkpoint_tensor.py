@@ -115,3 +115,40 @@ def test_the_same_ranks_go_on_bit_by_bit(name, world, tp, stage, native, tmp_pat
         tp = 2
     saved = run_ranks(world, save, name, tp, stage, native, str(tmp_path), init=True)
     check_same(saved[0], run_ranks(world, load, name, tp, stage, str(tmp_path), init=True), bits=True)
+
+
+BEFORE = [(1, 1), (2, 2), (4, 2), (4, 4), (2, 1)]  # ranks, tensor-parallel ranks
+AFTER = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (3, 3)]
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("saved_at", [0, 1, 2, 3])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("loaded_at", [0, 1, 2, 3])
+def test_any_number_of_ranks_reads_it(name, before, saved_at, native, after, loaded_at, tmp_path):
+    saved = run_ranks(before[0], save, name, before[1], saved_at, native, str(tmp_path), init=True)
+    loaded = run_ranks(after[0], load, name, after[1], loaded_at, str(tmp_path), init=True)
+    check_same(saved[0], loaded)
+
+
+def to_universal(folder):
+    ds_to_universal.main(
+        types.SimpleNamespace(input_folder=os.path.join(folder, "t"), output_folder=os.path.join(folder, "universal"))
+    )
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("saved_at", [0, 1, 2, 3])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("loaded_at", [0, 1, 2, 3])
+def test_any_number_of_ranks_reads_the_universal_one(name, before, saved_at, native, after, loaded_at, tmp_path):
+    saved = run_ranks(before[0], save, name, before[1], saved_at, native, str(tmp_path), init=True)
+    to_universal(str(tmp_path))
+    loaded = run_ranks(after[0], load, name, after[1], loaded_at, str(tmp_path), True, init=True)
+    check_same(saved[0], loaded)
