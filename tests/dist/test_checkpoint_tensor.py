@@ -2,6 +2,9 @@
 and data-parallel ranks and any ZeRO stage read them, as they are and as universal ones."""
 
 import os
+import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -10,9 +13,14 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.convert.export import difference, export
+from deepspeed.checkpoint.layouts import storage
+from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.param_cut import cut_of
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import run_ranks
-from runs import NATIVE, SMALL_PARTS, engine_of, identical, moments, settings, take_step, weights
+from refusals import refused
+from runs import NATIVE, SMALL_PARTS, TORCH2, engine_of, identical, moments, raised, settings, take_step, weights
 from tensor_models import WORDS, Decoder, FalconBlock, GPT2Block, LlamaBlock, model_of, tokens_of
 
 SAMPLES = 4  # of a step: 1, 2 and 4 data-parallel ranks share them
@@ -152,3 +160,115 @@ def test_any_number_of_ranks_reads_the_universal_one(name, before, saved_at, nat
     to_universal(str(tmp_path))
     loaded = run_ranks(after[0], load, name, after[1], loaded_at, str(tmp_path), True, init=True)
     check_same(saved[0], loaded)
+
+
+@pytest.mark.sample("values")
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_script_in_the_folder_joins_slices(name, stage, tmp_path):
+    saved = run_ranks(4, save, name, 4 if name == "copies" else 2, stage, False, str(tmp_path), init=True)[0][0]
+    command = [sys.executable, "-I", str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out")]
+    made = subprocess.run([*command, "-t", "t"], capture_output=True, text=True, cwd="/")
+    assert made.returncode == 0, made.stderr
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert set(found) == set(MODELS[name]().state_dict())
+    for key, kinds in saved.items():
+        assert torch.equal(found[key], kinds[min(1, len(kinds) - 1)]), key
+    assert name != "fused" or found["lm_head.weight"] is found["embed.weight"]
+
+
+@pytest.mark.sample("values")
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("native", [False, True])
+def test_exports_and_comparisons_see_whole_weights(name, stage, native, tmp_path):
+    saved = run_ranks(2, save, name, 2, stage, native, str(tmp_path / "a"), init=True)[0][0]
+    (path,) = export(str(tmp_path / "a" / "t"), str(tmp_path / "out"))
+    found = read_safetensors(path)[0]
+    assert set(found) == set(MODELS[name]().state_dict())
+    assert all(torch.equal(found[key].read(), kinds[min(1, len(kinds) - 1)]) for key, kinds in saved.items())
+    run_ranks(1, _saves_again, name, str(tmp_path), init=True)
+    assert not [line for line in difference(str(tmp_path / "a" / "t"), str(tmp_path / "b" / "t")) if "stage 0" not in line]
+
+
+def _saves_again(rank, world, name, folder):
+    engine = make(name, 1, 1, world)
+    engine.load_checkpoint(os.path.join(folder, "a"), tag="t")
+    engine.save_checkpoint(os.path.join(folder, "b"), tag="t")
+
+
+def test_slices_that_nobody_describes_are_refused(tmp_path):
+    run_ranks(2, save, "uneven", 2, 1, False, str(tmp_path), init=True)
+    for path in (tmp_path / "t").glob("*model_states.pt"):
+        state = torch.load(path, weights_only=False) if TORCH2 else torch.load(path)
+        del state["tensor_cuts"], state["universal_checkpoint_info"]
+        torch.save(state, path)
+    with pytest.raises(ValueError, match="slices of 2 model-parallel ranks .* convert it with ds_to_universal"):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
+    with pytest.raises(ValueError, match="slices of 2 model-parallel ranks: join them with ds_to_universal"):
+        export(str(tmp_path / "t"), str(tmp_path / "out"))
+
+
+def _other_width(rank, world, folder):
+    model = Decoder([LlamaBlock(width=24, heads=3, shared_heads=3, inner=43) for _ in range(2)], "rotary", 24)
+    found = []
+    for tag in ("t", "universal"):
+        more = {"checkpoint": {"load_universal": True}} if tag == "universal" else {}
+        engine = engine_of(model, settings(1, 2, tensor_parallel={"autotp_size": 2}, **more))
+        before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        found.append(raised(engine.load_checkpoint, folder, tag=tag))
+        assert identical(before, dict(engine.module.state_dict()))
+    return found
+
+
+def test_another_model_is_refused_with_both_shapes(tmp_path):
+    run_ranks(1, save, "uneven", 1, 1, False, str(tmp_path), init=True)
+    to_universal(str(tmp_path))
+    for rank, width in enumerate((22, 21)):
+        plain, universal = run_ranks(2, _other_width, str(tmp_path), init=True)[rank]
+        shapes = rf"saved with shape \(41, 24\), the model has \({width}, 24\) on this rank, of \(43, 24\) in all"
+        assert re.search(rf"'blocks.0.mlp.gate_proj.weight' was {shapes}", plain[1]), plain
+        assert re.search(r"gate_proj.weight' has shape \(41, 24\) in .*of this model has \(43, 24\)", universal[1])
+
+
+def _hands_on(rank, world, folder):
+    """A checkpoint of four tensor-parallel ranks goes on with two, and the script gives back what it was given."""
+    engine = make("copies", 2, 1, world)
+    _, client_state = engine.load_checkpoint(folder, tag="t")
+    engine.save_checkpoint(folder, tag="second", client_state=client_state)
+    return client_state
+
+
+def test_what_a_load_returns_can_be_saved(tmp_path):
+    run_ranks(4, save, "copies", 4, 1, False, str(tmp_path), init=True)
+    client_state = run_ranks(2, _hands_on, str(tmp_path), init=True)[0]
+    assert keys.TENSOR_CUTS not in client_state
+    assert client_state[keys.UNIVERSAL_CHECKPOINT_INFO][keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS]
+    second = storage.read(str(tmp_path / "second" / "mp_rank_00_model_states.pt"))
+    assert len(second[keys.TENSOR_CUTS]["blocks.0.self_attn.k_proj.weight"][1]) == 2
+    assert not second[keys.UNIVERSAL_CHECKPOINT_INFO][keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_published_metadata_is_enough_without_copies(name, tmp_path):
+    """Without our own key the patterns decide, as for other tools."""
+    ranks = 4 if name == "copies" else 2
+    saved = run_ranks(ranks, save, name, ranks, 1, False, str(tmp_path), init=True)
+    for path in (tmp_path / "t").glob("*model_states.pt"):
+        state = storage.read(str(path))
+        info = state[keys.UNIVERSAL_CHECKPOINT_INFO]
+        del state[keys.TENSOR_CUTS]
+        torch.save(state, path)
+    if name == "copies":
+        assert r"blocks\.\d+\.self_attn\.k_proj\.weight$" in info[keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS]
+        return refused(ValueError, "cannot be put together: .*k_proj", to_universal, str(tmp_path))
+    if name == "fused":
+        assert info[keys.PARAMETER_WITH_SUB_PARAMS][0]["shape"] == (32, (32, 32, 32))
+    ds_to_universal.main(
+        types.SimpleNamespace(
+            input_folder=str(tmp_path / "t"), output_folder=str(tmp_path / "universal"), no_strict=True
+        )
+    )
+    for key, kinds in saved[0][0].items():
+        for kind, value in zip(("fp32", "exp_avg", "exp_avg_sq"), kinds[1:]):
+            assert torch.equal(torch.load(tmp_path / "universal" / "zero" / key / f"{kind}.pt")["param"], value), key

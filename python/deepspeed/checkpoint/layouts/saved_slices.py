@@ -50,7 +50,8 @@ class SavedSlices(Joined):
         for name in self._cuts.keys() | (self._tables or {}).keys():
             if name in found:
                 shape = self._own_shape(name, torch.Size(found[name].shape))
-                found[name] = Range(functools.partial(self._own_slice, name, "weight"), shape=shape)
+                read = functools.partial(self._own_slice, name, "weight")
+                found[name] = Range(read, shape=shape, dtype=found[name].dtype)
         return found
 
     def state_pieces(self, name, kind):
