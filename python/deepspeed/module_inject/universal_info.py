@@ -1,4 +1,4 @@
-"""What parameters that are cut over ranks say about themselves for universal checkpoints, in the published form."""
+"""Published notes on parameters that are cut over ranks, for universal checkpoints."""
 
 import re
 

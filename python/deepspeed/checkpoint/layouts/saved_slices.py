@@ -37,7 +37,7 @@ class SavedSlices(Joined):
         return self._cuts[name].shape if name in self._cuts else self._whole_shape(name, saved) or saved
 
     def weight_shape(self, name):
-        """Of this rank's part, and of the whole where that does not fit the model."""
+        """The shape of this rank's part, or of the whole where that does not fit the model."""
         saved = self._states[0].weight_shape(name)
         if saved is None:
             return None

@@ -171,7 +171,7 @@ class Checkpoints:
         return {**parallel_metadata(parallel.mpu), **own}
 
     def _tensor_facts(self):
-        """Which slices of parameters this model has, in our form and in the published one."""
+        """The slices of parameters that this model has, in our form and in the published one."""
         weights = ModuleTensors(self.engine.module)
         cuts = {weights.named(name): cut_of(param) for name, param in weights.params.items()}
         tables = {name: cut.table() for name, cut in cuts.items() if cut is not None and cut.dim is not None}
