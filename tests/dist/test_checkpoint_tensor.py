@@ -15,13 +15,14 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert.export import difference, export
 from deepspeed.checkpoint.layouts import storage
+from deepspeed.checkpoint.layouts.open_saved import open_run
 from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.param_cut import cut_of
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import run_ranks
 from refusals import refused
-from runs import NATIVE, SMALL_PARTS, TORCH2, engine_of, identical, moments, raised, settings, take_step, weights
-from tensor_models import WORDS, Decoder, FalconBlock, GPT2Block, LlamaBlock, model_of, tokens_of
+from runs import NATIVE, SMALL_PARTS, engine_of, identical, moments, raised, settings, take_step, weights
+from tensor_models import WORDS, Decoder, GPT2Block, LlamaBlock, tokens_of
 
 SAMPLES = 4  # of a step: 1, 2 and 4 data-parallel ranks share them
 
@@ -221,8 +222,13 @@ def _saves_again(rank, world, name, folder):
 def test_slices_that_nobody_describes_are_refused(tmp_path):
     run_ranks(2, save, "uneven", 2, 1, False, str(tmp_path), init=True)
     for path in (tmp_path / "t").glob("*model_states.pt"):
-        state = torch.load(path, weights_only=False) if TORCH2 else torch.load(path)
-        del state["tensor_cuts"], state["universal_checkpoint_info"]
+        state = storage.read(str(path))
+        state[keys.TENSOR_CUTS] = {"blocks.0.mlp.gate_proj.weight": [0, [7]]}
+        torch.save(state, path)
+    refused(RuntimeError, "t is damaged", open_run, str(tmp_path / "t"))
+    for path in (tmp_path / "t").glob("*model_states.pt"):
+        state = storage.read(str(path))
+        del state[keys.TENSOR_CUTS], state[keys.UNIVERSAL_CHECKPOINT_INFO]
         torch.save(state, path)
     with pytest.raises(ValueError, match="slices of 2 model-parallel ranks .* convert it with ds_to_universal"):
         get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")

@@ -1,5 +1,6 @@
 """Opens the checkpoint folder of any stage and number of ranks as one ``SavedState``."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -40,13 +41,13 @@ def open_saved(
     ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:
     the names of the parameters of each group of this run's optimizer, and ``shapes`` name -> torch.Size of them, which
     files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number
-    of model-parallel ranks of this run, and ``cuts`` name -> ``Cut`` of its parameters, for universal checkpoints, which
+    of model-parallel ranks of this run, and ``cuts`` name -> ``Cut`` of its parameters, for universal checkpoints: these
     have whole parameters. ``experts``: numbers of those whose files are wanted (None: all).
 
     Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other, RuntimeError
     where one does not hold what files of checkpoints do.
     """
-    try:
+    with _undamaged(folder):
         if names.is_native(folder):
             return NativeState(folder, mp_rank, dp_rank)
         if names.is_universal(folder):
@@ -65,6 +66,13 @@ def open_saved(
             saved = _open_plain(folder, mp_rank, model, group_names, shapes or {}, optimizer)
         saved.model_path = path
         return with_named(saved, folder, mp_rank, shards, experts)
+
+
+@contextlib.contextmanager
+def _undamaged(folder):
+    """RuntimeError that names ``folder`` where the body meets other values than checkpoints have."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise RuntimeError(
             f"the checkpoint {folder} is damaged, or its files are of something else: what they hold does not fit "
@@ -116,7 +124,7 @@ def _open_sliced(folder, mp_rank, model, shards, first):
     )
 
 
-# ---- slices of tensor-parallel ranks ----------------------------------------------------------------------------------
+# ---- slices of tensor-parallel ranks -------------------------------------------------------------------------------
 def _facts(folder):
     """``(whether stages of a pipeline have saved the tag, the facts of the run in the first of its model files)``."""
     if names.is_native(folder):
@@ -132,14 +140,15 @@ def _open_slices(folder, rank, count, cuts, **options):
     parameters; None: there is no run, and parameters are put together where the checkpoint says how."""
     if names.is_universal(folder):
         return open_saved(folder, rank, mp_size=count, cuts=cuts, **options)
-    _, about = _facts(folder)
+    about = _facts(folder)[1]
     staged = (about.get(names.RESERVED_KEY) or {}).get(CHECKPOINT_PP_DEGREE, 1) > 1
     saved, tables = about.get("mp_world_size", count), about.get(TENSOR_CUTS) or {}
     own = {name: cut.table for name, cut in (cuts or {}).items() if cut.table is not None}
     if staged or (saved == count or cuts is None) and own == tables:
         return open_saved(folder, rank, mp_size=count, **options)
     states = [open_saved(folder, other, mp_size=count, **options) for other in range(saved)]
-    return SavedSlices(states, cuts or {}, rank, count)
+    with _undamaged(folder):
+        return SavedSlices(states, cuts or {}, rank, count)
 
 
 # ---- pipelines -----------------------------------------------------------------------------------------------------
@@ -156,10 +165,11 @@ def pipeline_degrees(folder):
 
 
 def open_run(folder, mp_rank=0, dp_rank=0, mp_size=1, stages=1, layers=None, tied=None, cuts=None, **options):
-    """As ``open_saved``, of any number of tensor-parallel ranks, and of a pipeline all stages as one. ``stages``: of this run, whose model-parallel ranks are
-    numbered stage by stage; ``layers``: numbers of the layers whose weights are wanted (None: all); ``tied``: number of
-    a layer -> its path in the module, where that is not the number; ``cuts``: name -> ``Cut`` of this run's parameters,
-    by which slices of another number of tensor-parallel ranks are put together.
+    """As ``open_saved``, of any number of tensor-parallel ranks, and of a pipeline all stages as one.
+
+    ``stages``: of this run, whose model-parallel ranks are numbered stage by stage; ``layers``: numbers of the layers
+    whose weights are wanted (None: all); ``tied``: number of a layer -> its path in the module, where that is not the
+    number; ``cuts``: name -> ``Cut`` of this run's parameters, by which whole ones are cut (None: there is no run).
     """
     degrees, slices = pipeline_degrees(folder), mp_size // stages
     if degrees is None:

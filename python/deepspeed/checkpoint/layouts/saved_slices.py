@@ -19,18 +19,19 @@ class SavedSlices(Joined):
         super().__init__(states[:1], states[0].model)
         self.ranks = [one for state in states for one in state.ranks]
         self._slices, self._cuts, self._rank, self._count = states, cuts, rank, count
-        self._tables, info = self.model.get(keys.TENSOR_CUTS), self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
-        self.is_whole = self._tables is not None
-        self._rules = ParallelRules(info) if info and self._tables is None else None
+        tables, info = self.model.get(keys.TENSOR_CUTS), self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
+        self.is_whole = tables is not None
+        self._joins = {name: (dim, cut_of_table(table)) for name, (dim, table) in (tables or {}).items()}
+        self._rules = ParallelRules(info) if info and not self.is_whole else None
         self.shapes = {name: self._own_shape(name, shape) for name, shape in self.shapes.items()}
         self.frozen_shapes = {name: self._own_shape(name, shape) for name, shape in self.frozen_shapes.items()}
         self._held = (None, None)  # what was put together last
 
     def _whole_shape(self, name, saved):
         """The shape of a whole parameter, of which the first rank has saved ``saved``; None: not known from that."""
-        if self._tables is not None and name in self._tables:
-            dim, table = self._tables[name]
-            return torch.Size([*saved[:dim], cut_of_table(table).size(), *saved[dim + 1 :]])
+        if name in self._joins:
+            dim, cut = self._joins[name]
+            return torch.Size([*saved[:dim], cut.size(), *saved[dim + 1 :]])
         return saved if self.is_whole or len(self._slices) == 1 and self._rules is None else None
 
     def _own_shape(self, name, saved):
@@ -47,7 +48,7 @@ class SavedSlices(Joined):
 
     def module(self):
         found = super().module()
-        for name in self._cuts.keys() | (self._tables or {}).keys():
+        for name in self._cuts.keys() | self._joins.keys():
             if name in found:
                 shape = self._own_shape(name, torch.Size(found[name].shape))
                 read = functools.partial(self._own_slice, name, "weight")
@@ -78,10 +79,9 @@ class SavedSlices(Joined):
         if self._rules is not None:
             return merge_slices(name, slices, self._rules)
         cut, whole = self._cuts.get(name) or Cut(None), slices[0]
-        if self._tables is not None and name in self._tables:
-            dim, table = self._tables[name]
-            whole = join(slices, dim, cut_of_table(table))
-        elif self._tables is None and cut.dim is None and any(not torch.equal(whole, other) for other in slices[1:]):
+        if name in self._joins:
+            whole = join(slices, *self._joins[name])
+        elif not self.is_whole and cut.dim is None and any(not torch.equal(whole, other) for other in slices[1:]):
             raise ValueError(
                 f"{self.origin()}: parameter '{name}' differs among the {len(slices)} tensor-parallel ranks that "
                 f"saved it, and the model does not say that it is cut: set its attributes tensor_model_parallel "
@@ -95,6 +95,6 @@ class SavedSlices(Joined):
                 f"nobody says along which dimension parameter '{name}' is cut: set its attribute partition_dim, save "
                 f"with '{keys.UNIVERSAL_CHECKPOINT_INFO}' in client_state, or load it with {len(slices)} ranks"
             )
-        if self._tables is None and len(slices) > 1:
+        if not self.is_whole and len(slices) > 1:
             whole = join_parts(slices, cut.dim, cut.parts)
         return whole, {keys.CAT_DIM: cut.dim, keys.PARAM_N_SUB_PARAMS: cut.parts}
