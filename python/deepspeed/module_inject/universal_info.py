@@ -92,7 +92,7 @@ def note(param, cut, partition_type):
 
 
 def _widths(cut):
-    """The elements of every rank of each sub-parameter, where a cut without copies deals these in the order of ranks."""
+    """The elements of every rank of each sub-parameter; a cut without copies deals these in the order of the ranks."""
     ranks = cut.ranks()
     pieces = sorted((start, length, rank) for rank in range(ranks) for start, length in cut.runs(rank))
     widths, last = [], ranks
