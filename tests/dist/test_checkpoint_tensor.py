@@ -38,9 +38,9 @@ def _copies():
 
 
 def _fused():
-    """Query, key and value in one matrix; the embedding is the head, and one block is frozen."""
+    """Query, key and value in one matrix; the embedding is the head; one block and the positions are frozen."""
     model = Decoder([GPT2Block(width=32, heads=4) for _ in range(2)], "learned", 32, tied=True)
-    for param in model.blocks[0].parameters():
+    for param in (*model.blocks[0].parameters(), *model.places.parameters()):
         param.requires_grad_(False)
     return model
 
@@ -231,6 +231,23 @@ def test_slices_that_nobody_describes_are_refused(tmp_path):
         get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
     with pytest.raises(ValueError, match="slices of 2 model-parallel ranks: join them with ds_to_universal"):
         export(str(tmp_path / "t"), str(tmp_path / "out"))
+
+
+def _save_lean(rank, world, folder):
+    engine = make("fused", 2, 1, world)
+    train(engine, 0)
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": 7}, exclude_frozen_parameters=True)
+    return states(engine)
+
+
+def test_frozen_parameters_may_be_left_out(tmp_path):
+    saved = run_ranks(2, _save_lean, str(tmp_path), init=True)[0]
+    to_universal(str(tmp_path))
+    for universal in (False, True):
+        found = run_ranks(4, load, "fused", 4, 3, str(tmp_path), universal, init=True)[0][0]
+        trained = {name for name, kinds in saved.items() if len(kinds) > 1}
+        assert trained and all(identical(found[name], saved[name]) for name in trained)
 
 
 def _other_width(rank, world, folder):

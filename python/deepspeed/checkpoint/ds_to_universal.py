@@ -122,7 +122,8 @@ def _convert(conversion, target, args):
         workers = getattr(args, "num_merge_workers", 2)
         merged = run_tasks(conversion, "merge", tasks, workers)
         merged += run_tasks(conversion, "frozen", [[name] for name in source.frozen()], workers)
-        _check_patterns(source.rules, [used for used, _ in merged], args)
+        if not source.tables:  # the engine itself wrote patterns of all parameters, also of those that were not saved
+            _check_patterns(source.rules, [used for used, _ in merged], args)
         written = [*(files for _, files in merged), conversion.common()]
         records = {name: record for files in written for name, record in files.items()}
         copied = _copy_other_files(source.folder, folder)

@@ -41,8 +41,8 @@ def open_saved(
     ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:
     the names of the parameters of each group of this run's optimizer, and ``shapes`` name -> torch.Size of them, which
     files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number
-    of model-parallel ranks of this run, and ``cuts`` name -> ``Cut`` of its parameters, for universal checkpoints, whose
-    parameters are whole. ``experts``: numbers of those whose files are wanted (None: all).
+    of model-parallel ranks of this run, and ``cuts`` name -> ``Cut`` of its parameters, for universal checkpoints:
+    their parameters are whole. ``experts``: numbers of those whose files are wanted (None: all).
 
     Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other, RuntimeError
     where one does not hold what files of checkpoints do.
