@@ -314,3 +314,20 @@ def test_the_published_metadata_is_enough_without_copies(name, tmp_path):
     for key, kinds in saved[0][0].items():
         for kind, value in zip(("fp32", "exp_avg", "exp_avg_sq"), kinds[1:]):
             assert torch.equal(torch.load(tmp_path / "universal" / "zero" / key / f"{kind}.pt")["param"], value), key
+
+
+def _on_two_nodes(rank, world, folder, loads):
+    os.environ["CROSS_RANK"] = str(rank // 2)  # two nodes of two ranks, each with a disk of its own
+    disk, more = os.path.join(folder, f"disk{rank // 2}"), {"checkpoint": {"use_node_local_storage": True}}
+    engine = make("copies", 4 if loads else 2, 3, world, seed=5 if loads else 0, **more)
+    if loads:
+        engine.load_checkpoint(disk, tag="t")
+    else:
+        train(engine, 0)
+        engine.save_checkpoint(disk, tag="t")
+    return states(engine)
+
+
+def test_a_node_gets_the_slices_that_others_have(tmp_path):
+    saved, loaded = (run_ranks(4, _on_two_nodes, str(tmp_path), loads, init=True) for loads in (False, True))
+    assert all(identical(found, saved[0]) for found in loaded)
