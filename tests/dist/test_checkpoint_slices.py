@@ -13,8 +13,9 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from harness import run_ranks
+from mpu import Mpu
 from refusals import refused
-from runs import NATIVE, engine_of, load_into, moments, settings
+from runs import NATIVE, engine_of, load_into, moments, settings, take_step
 from tensor_parallel import AddedUp, Copied
 
 LAYERS, WIDTH, HIDDEN, MICRO_BATCHES = 3, 4, 8, 2
@@ -181,3 +182,51 @@ def test_what_the_checkpoint_says(tmp_path):
     folders = {"input_folder": str(tmp_path / "t"), "output_folder": str(tmp_path / "universal")}
     ds_to_universal.main(types.SimpleNamespace(**folders))
     same(run_ranks(2, _loads_universal, str(tmp_path), init=True), saved)
+
+
+# ---- models without stages ----------------------------------------------------------------------------------------
+def _unstaged(rank, world, slices, stage):
+    """An engine with an mpu; ranks of a data-parallel group lie ``slices`` apart."""
+    starts = range(0, world, slices)
+    rows = [dist.new_group(list(range(start, start + slices))) for start in starts]
+    columns = [dist.new_group(list(range(slice_, world, slices))) for slice_ in range(slices)]
+    mpu = Mpu(columns[rank % slices], rows[rank // slices])
+    grid = types.SimpleNamespace(
+        get_slice_parallel_rank=mpu.get_model_parallel_rank,
+        get_slice_parallel_world_size=mpu.get_model_parallel_world_size,
+        get_slice_parallel_group=mpu.get_model_parallel_group,
+    )
+    module = nn.Sequential(*(Sliced(number, grid, True) for number in range(LAYERS)))
+    config = settings(stage, 1, train_batch_size=world // slices, train_micro_batch_size_per_gpu=None)
+    return engine_of(module, config, mpu=mpu)
+
+
+def _step(engine):
+    data = torch.sin(torch.arange(2.0 * WIDTH)).view(2, 1, WIDTH)
+    return take_step(engine, nn.functional.mse_loss(engine(data[0]), data[1]))
+
+
+def _of_slice(engine):
+    found = {name: [value.clone()] for name, value in engine.module.named_buffers()}
+    found.update({name: [kind.clone() for kind in kinds] for name, kinds in moments(engine).items()})
+    return engine.mpu.get_model_parallel_rank(), found
+
+
+def _save_unstaged(rank, world, slices, stage, folder):
+    engine = _unstaged(rank, world, slices, stage)
+    _step(engine)
+    engine.save_checkpoint(folder, tag="t")
+    return _of_slice(engine), [_step(engine)]
+
+
+def _load_unstaged(rank, world, slices, stage, folder):
+    engine = load_into(_unstaged(rank, world, slices, stage), folder, tag="t")
+    return _of_slice(engine), [_step(engine)]
+
+
+@pytest.mark.parametrize("before, saved_at, after, loaded_at", [(2, 1, 1, 3), (1, 0, 4, 2), (4, 3, 2, 0)])
+def test_any_number_of_slices_reads_a_model_without_stages(before, saved_at, after, loaded_at, tmp_path):
+    saved = run_ranks(4, _save_unstaged, before, saved_at, str(tmp_path), init=True)
+    loaded = run_ranks(4, _load_unstaged, after, loaded_at, str(tmp_path), init=True)
+    same(loaded, saved)
+    assert loaded[0][1] == pytest.approx(saved[0][1], rel=1e-4)

@@ -59,6 +59,7 @@ PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
 PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
 SUB_PARAM_SHARD_WIDTHS = "sub_param_shard_widths"
 AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS = "autotp_unsupported_parameter_patterns"
+TENSOR_CUTS = "tensor_cuts"  # ours: name of a parameter -> [dimension, runs of each tensor-parallel rank]
 EXPERT_PARAMETER_PATTERNS = "expert_parameter_patterns"
 DS_AUTOTP_UC_META = "ds_autotp_universal_checkpoint_meta"  # attribute of a parameter
 

@@ -74,7 +74,8 @@ def main(args):
     if names.is_universal(source):
         raise ValueError(f"{source} is a universal checkpoint already")
     opened = Source(source, getattr(args, "inject_missing_state", False))
-    _validate_autotp_conversion_support(opened.info)
+    if not opened.tables:  # they say how slices are put together that patterns cannot describe
+        _validate_autotp_conversion_support(opened.info)
     if os.path.lexists(target) and not os.path.isdir(target):
         raise NotADirectoryError(f"--output_folder {target} is a file: name a folder, which is made if need be")
     staging = commit.begin(target)
@@ -120,11 +121,10 @@ def _convert(conversion, target, args):
         run_tasks(conversion, "extract", tasks, getattr(args, "num_extract_workers", 4))
         workers = getattr(args, "num_merge_workers", 2)
         merged = run_tasks(conversion, "merge", tasks, workers)
-        first = source.saved(0)
-        frozen = [[name] for name in first.frozen_shapes if first.frozen_pieces(name)]
-        frozen = run_tasks(conversion, "frozen", frozen, workers)
-        _check_patterns(source.rules, [used for used, _ in merged], args)
-        written = [*(files for _, files in merged), *frozen, conversion.common()]
+        merged += run_tasks(conversion, "frozen", [[name] for name in source.frozen()], workers)
+        if not source.tables:  # the engine itself wrote patterns of all parameters, also of those that were not saved
+            _check_patterns(source.rules, [used for used, _ in merged], args)
+        written = [*(files for _, files in merged), conversion.common()]
         records = {name: record for files in written for name, record in files.items()}
         copied = _copy_other_files(source.folder, folder)
         for mp_rank in mp_ranks:
@@ -144,7 +144,7 @@ def _convert(conversion, target, args):
         "ds_version": __version__,
         "universal": True,
         "zero_stage": source.zero_stage,
-        "global_steps": int(first.model.get("global_steps") or 0),
+        "global_steps": int(source.saved(0).model.get("global_steps") or 0),
     }
     return facts, records
 

@@ -74,10 +74,11 @@ class RunState:
     loaded_values:     values of the run itself that the last load gave to the caller.
     memo:              a dict in which one save leaves facts for the next one of the same run.
 
-    Three values are made late, by functions, since they may be large and since all ranks must learn of an error:
+    Four values are made late, by functions, since they may be large and since all ranks must learn of an error:
     module_state:      ``module_state(keep_vars=, exclude_frozen_parameters=)`` gives the module's state dict.
     optimizer_state:   ``optimizer_state()`` gives the optimizer's, as files of torch.save hold it; or None.
     position:          ``position()`` gives the position in the training data, or None.
+    tensor_facts:      ``tensor_facts()`` gives what model files say of layers that ranks share, by key.
     """
 
     weights: ModuleTensors
@@ -102,6 +103,7 @@ class RunState:
     memo: dict = dataclasses.field(default_factory=dict)
     optimizer_state: Optional[Callable] = None
     position: Callable = lambda: None
+    tensor_facts: Callable = dict
 
     def trained(self):
         """``[(name, parameter)]`` of all groups, end to end."""

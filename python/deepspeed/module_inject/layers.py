@@ -14,7 +14,13 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.comm import mesh, mesh_views
-from deepspeed.module_inject import tp_shard
+from deepspeed.module_inject import tp_shard, universal_info
+from deepspeed.module_inject.universal_info import (  # noqa: F401 (published here)
+    _build_param_uc_restore_meta,
+    _get_param_uc_conversion_meta,
+    _subparam_shard_widths,
+    collect_autotp_universal_checkpoint_info,
+)
 from deepspeed.utils import tensor_slices
 from deepspeed.utils.param_cut import ParamCut, cut_of
 
@@ -40,9 +46,9 @@ def exchange_of(group, overlap=False):
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
-def cut_param(param, dim, cut, group, rank, partial=False):
-    """Keeps this rank's slice of a parameter, in place, and notes which one that is. In training mode the gradients of
-    copies are summed."""
+def cut_param(param, dim, cut, group, rank, partial=False, kind="column"):
+    """Keeps this rank's slice of a parameter, in place, and notes which one that is. ``kind``: "column" or "row", how
+    its layer is cut. In training mode the gradients of copies are summed."""
     made = ParamCut(dim, cut, group, rank, partial)
     with torch.no_grad():
         param.data = made.own(param.data).clone()
@@ -50,6 +56,7 @@ def cut_param(param, dim, cut, group, rank, partial=False):
     if dim is not None:
         param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
         param.ds_tensor_copies = not cut.owned(rank) and cut.width(rank) > 0
+        universal_info.note(param, made, kind)
     if not is_autotp_training_mode():
         return
     if partial:
@@ -110,7 +117,8 @@ class TensorParallel_Layer(nn.Module):
         """Keeps this rank's slices of ``[weight, bias]``, which are whole."""
         for index, param in enumerate(params_list):
             if self._is_cut(param, index):
-                cut_param(param, self.dim if index == 0 else 0, self.cut, self.mp_group, self.tp_index)
+                dim, kind = self.dim if index == 0 else 0, "column" if self.along_outputs else "row"
+                cut_param(param, dim, self.cut, self.mp_group, self.tp_index, kind=kind)
 
     @torch.no_grad()
     def gather_params(self, params_list):

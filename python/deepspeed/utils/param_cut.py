@@ -32,6 +32,10 @@ class ParamCut:
             return torch.Size(shape)
         return torch.Size([*shape[: self.dim], self.cut.size(), *shape[self.dim + 1 :]])
 
+    def table(self):
+        """``[dim, runs of every rank]`` in plain lists, for checkpoints; None where every rank has the whole."""
+        return None if self.dim is None else [self.dim, tensor_slices.table_of(self.cut)]
+
     def own(self, whole):
         """This rank's slice of the whole tensor, in memory of its own."""
         return whole if self.dim is None else tensor_slices.narrow(whole, self.dim, self.cut, self.rank)

@@ -22,6 +22,22 @@ def cut_of_widths(sizes, widths):
     return _native._C.TensorCut(sizes, [list(pairwise(accumulate(width, initial=0))) for width in widths])
 
 
+def table_of(cut):
+    """The runs ``[start, length]`` that each rank has of the whole, in plain lists, for files."""
+    return [[list(run) for run in cut.runs(rank)] for rank in range(cut.ranks())]
+
+
+def cut_of_table(table):
+    """The cut of which ``table_of`` gives this table."""
+    ends = {end for own in table for start, length in own for end in (start, start + length)}
+    runs, sizes = [], []
+    for start, stop in [*pairwise(sorted({0, *ends}))] or [(0, 0)]:
+        has = (any(low <= start and stop <= low + length for low, length in own) for own in table)
+        runs.append([(0, stop - start if one else 0) for one in has])
+        sizes.append(stop - start)
+    return _native._C.TensorCut(sizes, runs)
+
+
 def narrow(whole, dim, cut, rank):
     """The slice of ``whole`` that ``rank`` has, a copy: what it has of each sub-parameter, side by side."""
     if whole.shape[dim] != cut.size():

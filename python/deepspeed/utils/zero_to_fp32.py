@@ -16,6 +16,7 @@ import re
 
 import torch
 
+from deepspeed.formats.joined_weight import join_weights
 from deepspeed.formats.lazy_tensor import LazyTensor
 from deepspeed.formats.swapped_tensors import with_swapped
 from deepspeed.formats.torch_archive import load
@@ -261,17 +262,22 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}: it is not a ZeRO checkpoint (no optimizer file says its zero_stage). Saved without ZeRO, the "
-            "weights are whole under the key 'module' of mp_rank_00_model_states.pt"
+            "weights are whole under the key 'module' of mp_rank_00_model_states.pt, or in slices under that of all "
+            "mp_rank_* files: 'ds_ckpt export' writes whole ones"
         ) from error
     files = get_model_state_files(folder)
     experts = [path for path in files if "expert_" in os.path.basename(path)]
     files = [path for path in files if path not in experts]
-    found = {}
-    stages = zip(_by_stage(optim_files), _by_stage(files)) if _is_pipeline(files[0]) else [(optim_files, files)]
-    for of_stage in stages:
-        for name, weight in _weights_of(folder, *of_stage, experts, exclude_frozen_parameters).items():
-            found.setdefault(name, weight)
-    return found
+    tables, of_ranks = load(files[0], lazy=True).get("tensor_cuts"), [*zip(_by_stage(optim_files), _by_stage(files))]
+    whole = tables is not None or _is_pipeline(files[0])
+    if not whole and len(of_ranks) > 1:
+        raise ValueError(
+            f"'{folder}' holds slices of {len(of_ranks)} model-parallel ranks and does not say how they are put "
+            "together: convert it with ds_to_universal, which takes rules for that, or save the weights from the run "
+            "with save_16bit_model"
+        )
+    found = [_weights_of(folder, *own, experts, exclude_frozen_parameters) for own in of_ranks]
+    return join_weights(found, tables or {}, folder)
 
 
 def _is_pipeline(path):

@@ -183,6 +183,7 @@ MODULES = (
     "formats/standalone_reader",
     "formats/torch_archive_writer",
     "formats/weight_files",
+    "formats/joined_weight",
     "utils/zero_files",
     "utils/zero_to_fp32",
 )

@@ -51,6 +51,7 @@ class Source:
                 "convert: it was saved without an optimizer, or the files are gone"
             )
         self.zero_stage = self.saved(0).zero_stage
+        self.tables = self.saved(0).model.get(keys.TENSOR_CUTS) or {}
         self.info = self._find_info()
         if self.info is None and not inject and self.pp_degree * self.tp_degree > 1:
             raise ValueError(
@@ -61,7 +62,7 @@ class Source:
             )
         if self.info is None and inject:
             logger.warning(f"{folder} has no '{keys.UNIVERSAL_CHECKPOINT_INFO}': an empty one is taken")
-        self.rules = ParallelRules(self.info)
+        self.rules = ParallelRules(self.info, self.tables)
         self._refuse_experts()
 
     def _degrees(self):
@@ -124,6 +125,14 @@ class Source:
                     "parameters here. Its other parameters could, but the result would not be the model"
                 )
 
+    def frozen(self):
+        """Names of parameters that are not trained and that some rank that saved has a part of."""
+        first = self.saved(0)
+        if not self.tables:
+            return [name for name in first.frozen_shapes if first.frozen_pieces(name)]
+        others = {*first.shapes, *first.aliases, *(first.model.get(keys.BUFFER_NAMES) or ())}
+        return [name for name in {**first.frozen_shapes, **first.module()} if name not in others]
+
     def mp_ranks(self):
         return list(range(self.pp_degree * self.tp_degree))
 
@@ -181,16 +190,21 @@ class Conversion:
         """Joins them into the parameter's files. Returns the patterns that this parameter matches, and the records."""
         name, stage = task
         shapes = [saved.shapes[name] for saved in self.source.of_stage(stage)]
-        rules = ParallelRules(self.source.info)
+        rules = ParallelRules(self.source.info, self.source.tables)
         records = merge_parameter(rules, self.zero_dir, self.temp_dir, name, shapes)
         return rules.used, records
 
     def frozen(self, task):
-        """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
+        """Writes a parameter that is not trained and is cut among the ranks that saved, in its own dtype. Returns the
+        same as ``merge``."""
         (name,) = task
+        rules, hints = ParallelRules(self.source.info, self.source.tables), {}
         whole = self.source.saved(0).whole(name, "weight")
-        record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole})
-        return {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
+        if self.source.tables:
+            slices = [whole, *(saved.whole(name, "weight") for saved in self.source.of_stage(0)[1:])]
+            whole, hints = merge_slices(name, slices, rules)
+        record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole, **hints})
+        return rules.used, {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
 
     def common(self):
         """Writes what belongs to the optimizer as a whole."""

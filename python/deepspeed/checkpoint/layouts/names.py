@@ -18,6 +18,7 @@ from deepspeed.checkpoint.constants import (
     MODEL_FILE_SUFFIX,
     OPTIM_FILE_SUFFIX,
     PARAM_SHAPES,
+    TENSOR_CUTS,
     ZERO_FILE_PREFIX,
 )
 from deepspeed.host.recorded_names import path_below, read_tag
@@ -109,6 +110,7 @@ ENGINE_KEYS = (
     "data_sampler",
     "random_ltd",
     PARAMS_BY_RANK,
+    TENSOR_CUTS,
 )
 RESERVED_KEY = CHECKPOINT_PARALLEL_DIMS
 # Keys of the engine that load_checkpoint hands back all the same, as callers expect.

@@ -1,10 +1,11 @@
 """Opens the checkpoint folder of any stage and number of ranks as one ``SavedState``."""
 
+import contextlib
 import functools
 import itertools
 import os
 
-from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
+from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE, TENSOR_CUTS
 from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.saved_named import expert_weights, weights_in, with_named
 from deepspeed.checkpoint.layouts.saved_native import NativeState, read_json
@@ -32,23 +33,25 @@ def _shard(path):
     return with_swapped(path, whole, storage.read)
 
 
-def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1, experts=None):
+def open_saved(
+    folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1, experts=None, cuts=None
+):
     """The checkpoint in ``folder``, the folder of one tag. No collectives.
 
     ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:
     the names of the parameters of each group of this run's optimizer, and ``shapes`` name -> torch.Size of them, which
     files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number
-    of model-parallel ranks of this run, for universal checkpoints, which have whole parameters. ``experts``: numbers of
-    those whose files are wanted (None: all).
+    of model-parallel ranks of this run, and ``cuts`` name -> ``Cut`` of its parameters, for universal checkpoints:
+    their parameters are whole. ``experts``: numbers of those whose files are wanted (None: all).
 
     Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other, RuntimeError
     where one does not hold what files of checkpoints do.
     """
-    try:
+    with _undamaged(folder):
         if names.is_native(folder):
             return NativeState(folder, mp_rank, dp_rank)
         if names.is_universal(folder):
-            return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
+            return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes, cuts)
         shards = _shards(folder, mp_rank, dp_rank)
         by_rank = [names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank) for rank in (dp_rank, 0)]
         found = list(filter(os.path.exists, by_rank))
@@ -63,6 +66,13 @@ def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_o
             saved = _open_plain(folder, mp_rank, model, group_names, shapes or {}, optimizer)
         saved.model_path = path
         return with_named(saved, folder, mp_rank, shards, experts)
+
+
+@contextlib.contextmanager
+def _undamaged(folder):
+    """RuntimeError that names ``folder`` where the body meets other values than checkpoints have."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise RuntimeError(
             f"the checkpoint {folder} is damaged, or its files are of something else: what they hold does not fit "
@@ -114,6 +124,33 @@ def _open_sliced(folder, mp_rank, model, shards, first):
     )
 
 
+# ---- slices of tensor-parallel ranks -------------------------------------------------------------------------------
+def _facts(folder):
+    """``(whether stages of a pipeline have saved the tag, the facts of the run in the first of its model files)``."""
+    if names.is_native(folder):
+        about = read_json(os.path.join(folder, names.checkpoint_json()))
+        return about.get("pipeline"), about["engine"]
+    files = sorted(filter(names.is_model_file, os.listdir(folder)))
+    about = storage.read(os.path.join(folder, files[0]), lazy=True) if files else {}
+    return "layers" in (about.get(names.PARAMS_BY_RANK) or {}) or about.get("module", {}) is None, about
+
+
+def _open_slices(folder, rank, count, cuts, **options):
+    """As ``open_saved`` for tensor-parallel rank ``rank`` of ``count``. ``cuts``: name -> ``Cut`` of this run's
+    parameters; None: there is no run, and parameters are put together where the checkpoint says how."""
+    if names.is_universal(folder):
+        return open_saved(folder, rank, mp_size=count, cuts=cuts, **options)
+    about = _facts(folder)[1]
+    staged = (about.get(names.RESERVED_KEY) or {}).get(CHECKPOINT_PP_DEGREE, 1) > 1
+    saved, tables = about.get("mp_world_size", count), about.get(TENSOR_CUTS) or {}
+    own = {name: cut.table for name, cut in (cuts or {}).items() if cut.table is not None}
+    if staged or (saved == count or cuts is None) and own == tables:
+        return open_saved(folder, rank, mp_size=count, **options)
+    states = [open_saved(folder, other, mp_size=count, **options) for other in range(saved)]
+    with _undamaged(folder):
+        return SavedSlices(states, cuts or {}, rank, count)
+
+
 # ---- pipelines -----------------------------------------------------------------------------------------------------
 # Every stage of a pipeline has files as if it were a run of its own, and the weights lie in files of layers, so any
 # number of stages can read them.
@@ -122,26 +159,21 @@ def _open_sliced(folder, mp_rank, model, shards, first):
 def pipeline_degrees(folder):
     """``(pipeline stages, tensor-parallel ranks)`` of a ``PipelineModule`` that saved the tag ``folder``, as the first
     of its model files says, or None where none did."""
-    if names.is_native(folder):
-        about = read_json(os.path.join(folder, names.checkpoint_json()))
-        said, about = about.get("pipeline"), about["engine"]
-    else:
-        files = sorted(filter(names.is_model_file, os.listdir(folder)))
-        about = storage.read(os.path.join(folder, files[0]), lazy=True) if files else {}
-        said = "layers" in (about.get(names.PARAMS_BY_RANK) or {}) or about.get("module", {}) is None
+    said, about = _facts(folder)
     degrees = about.get(names.RESERVED_KEY) or {}
     return (degrees.get(CHECKPOINT_PP_DEGREE, 1), degrees.get(CHECKPOINT_TP_DEGREE, 1)) if said else None
 
 
 def open_run(folder, mp_rank=0, dp_rank=0, mp_size=1, stages=1, layers=None, tied=None, cuts=None, **options):
-    """As ``open_saved``, and of a pipeline all stages as one. ``stages``: of this run, whose model-parallel ranks are
-    numbered stage by stage; ``layers``: numbers of the layers whose weights are wanted (None: all); ``tied``: number of
-    a layer -> its path in the module, where that is not the number; ``cuts``: name -> ``Cut`` of this run's parameters,
-    by which slices of another number of tensor-parallel ranks are put together.
+    """As ``open_saved``, of any number of tensor-parallel ranks, and of a pipeline all stages as one.
+
+    ``stages``: of this run, whose model-parallel ranks are numbered stage by stage; ``layers``: numbers of the layers
+    whose weights are wanted (None: all); ``tied``: number of a layer -> its path in the module, where that is not the
+    number; ``cuts``: name -> ``Cut`` of this run's parameters, by which whole ones are cut (None: there is no run).
     """
     degrees, slices = pipeline_degrees(folder), mp_size // stages
     if degrees is None:
-        return open_saved(folder, mp_rank if stages == 1 else mp_rank % slices, dp_rank, mp_size=slices, **options)
+        return _open_slices(folder, mp_rank % slices, slices, cuts, dp_rank=dp_rank, **options)
     pp, tp = degrees
 
     def opened(ranks, tp_rank):

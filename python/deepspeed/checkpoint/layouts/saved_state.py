@@ -19,10 +19,10 @@ EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 class Range:
     """Elements of ``source``, counted from ``base`` on: of a tensor, of whatever has ``read_range(start, numel)``, or
     of what a function without arguments gives, called when elements are wanted: files stay closed till then. With a
-    ``shape``, a torch.Size, it is a lazy tensor of these elements."""
+    ``shape``, a torch.Size, it is a lazy tensor of these elements, of type ``dtype`` where that is known."""
 
-    def __init__(self, source, base=0, shape=None):
-        self.source, self.base, self.shape = source, base, shape
+    def __init__(self, source, base=0, shape=None, dtype=None):
+        self.source, self.base, self.shape, self.dtype = source, base, shape, dtype
 
     def read(self):
         """The tensor, in memory of its own."""

@@ -1,5 +1,6 @@
 """The layout of universal checkpoints: one folder for each parameter, one file with each whole state."""
 
+import collections
 import dataclasses
 import functools
 import os
@@ -14,7 +15,8 @@ from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, ZERO_FOLDER
 from deepspeed.checkpoint.layouts.saved_state import EXTRA_KEYS, Range, SavedState, eager, with_names
 from deepspeed.formats.recorded_paths import path_below
-from deepspeed.utils.tensor_slices import cut_of_widths, even_cut, join, narrow
+from deepspeed.utils.param_cut import cut_of
+from deepspeed.utils.tensor_slices import cut_of_table, cut_of_widths, even_cut, join, narrow
 
 # ---- universal info ------------------------------------------------------------------------------------------------
 # What a model says about its tensor-parallel slices: the ``universal_checkpoint_info`` of a checkpoint.
@@ -48,11 +50,12 @@ _PATTERN_KEYS = (
 class ParallelRules:
     """Rules by which the slices of a parameter make a whole one, by its name. Patterns match at the start of a name.
 
-    A parameter without a pattern is cut along dimension 0.
+    A parameter without a pattern is cut along dimension 0. ``tables``: name -> ``[dimension, runs of each rank]`` of
+    parameters whose slices no pattern can describe.
     """
 
-    def __init__(self, info):
-        self.info = info or {}
+    def __init__(self, info, tables=None):
+        self.info, self.tables = info or {}, tables or {}
         self.sub_params = [_sub_param(entry) for entry in self.info.get(keys.PARAMETER_WITH_SUB_PARAMS, ())]
         self.used = set()
 
@@ -115,6 +118,9 @@ def merge_slices(name, slices, rules):
     The hints are what cutting the whole again needs; they go into its file beside ``param``. Raises ValueError when
     replicas differ or shapes do not fit.
     """
+    if rules.lists(keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS, name):
+        dim, table = rules.tables[name]
+        return join(slices, dim, cut_of_table(table)), {keys.CAT_DIM: dim}
     # Every rule is asked, so that the patterns of a single rank count as used.
     listed, sub = [rules.lists(key, name) for key in _PATTERN_KEYS], rules.sub_param(name)
     replicated, averaged, row, vocabulary, halves = listed
@@ -206,6 +212,44 @@ def _pad_words(name, full, rows, origin):
     return torch.cat([full, full.new_zeros(more, *full.shape[1:])]) if more else full
 
 
+class Cut(collections.namedtuple("Cut", "shape dim parts own", defaults=(None, 1, None))):
+    """The form that a parameter has in this run's model. ``shape``: a torch.Size, on this rank; ``dim``: the dimension
+    that tensor parallelism cuts (None: each rank has all of it; -1: it is cut, and was not said where), of ``parts``
+    side by side. ``own``: the ``ParamCut`` of a parameter that automatic tensor parallelism has cut."""
+
+    @classmethod
+    def of(cls, param, shape):
+        """By the mark of automatic tensor parallelism, or the attributes that Megatron gives parameters."""
+        own = cut_of(param)
+        if own is not None:
+            return cls(shape, own.dim, own=own)
+        if not (getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)):
+            return cls(shape)
+        return cls(shape, getattr(param, "partition_dim", -1), max(getattr(param, "partition_stride", 1), 1))
+
+    @property
+    def whole(self):
+        """The shape of the whole parameter; None where that is not known."""
+        if self.own is not None:
+            return self.own.whole_shape(self.shape)
+        return self.shape if self.dim is None else None
+
+    @property
+    def table(self):
+        return None if self.own is None else self.own.table()
+
+    def take(self, name, hints, full, rank, count, origin):
+        """This rank's part of the whole tensor ``full``; see ``local_slice``."""
+        if self.own is None:
+            return local_slice(name, hints, full, self.shape, rank, count, origin)
+        if full.shape != self.whole:
+            raise ValueError(
+                f"parameter '{name}' has shape {tuple(full.shape)} in {origin}, and the whole parameter of this model "
+                f"has {tuple(self.whole)}: it is another model"
+            )
+        return self.own.own(full)
+
+
 # ---- saved universal -----------------------------------------------------------------------------------------------
 
 
@@ -213,16 +257,18 @@ class UniversalState(SavedState):
     """``folder``: of the universal checkpoint. ``shapes`` (name -> torch.Size) are those of this run's parameters,
     which under tensor parallelism are slices; ``mp_rank`` of ``mp_size`` is this rank. ``group_names``: the names of
     the parameters of each group of this run's optimizer, for model files that do not say them or are of another grid.
+    ``cuts``: name -> ``Cut`` of this run's parameters.
     """
 
     masters_only = True
 
-    def __init__(self, folder, mp_rank=0, mp_size=1, dp_rank=0, group_names=(), shapes=None):
+    def __init__(self, folder, mp_rank=0, mp_size=1, dp_rank=0, group_names=(), shapes=None, cuts=None):
         self.model_path = _model_path(folder, mp_rank, dp_rank)
         super().__init__(storage.read(self.model_path, lazy=True), folder)
         self.aliases = self.aliases or _aliases_of_first(folder)
         self.dp_world_size = self.model.get("dp_world_size", 1)
-        self._rank, self._count, self._local = mp_rank, mp_size, dict(shapes or {})
+        self._rank, self._count, self._cuts = mp_rank, mp_size, dict(cuts or {})
+        self._local = {**{name: cut.shape for name, cut in self._cuts.items()}, **(shapes or {})}
         self._held, self._kinds = (None, None), {}
         self._all = {entry.name for entry in os.scandir(os.path.join(folder, ZERO_FOLDER)) if entry.is_dir()}
         path = os.path.join(folder, ZERO_FOLDER, OPTIMIZER_STATE)
@@ -237,7 +283,7 @@ class UniversalState(SavedState):
         ]
         self.param_groups = with_names(common.get(keys.PARAM_GROUPS), groups)
         self.shapes = {name: self._shape(name) for group in groups for name in group}
-        self.frozen_shapes = {name: self._shape(name) for name in sorted(self._all.intersection(frozen))}
+        self.frozen_shapes = {name: self._shape(name) for name in sorted(self._all - self.shapes.keys())}
 
     def _names_of_groups(self, wanted):
         """Those of the model file, unless this run has parameters that a rank of another grid has saved."""
@@ -310,7 +356,9 @@ class UniversalState(SavedState):
         """The part of a whole tensor that this rank's module has; the lazy tensor where that is the whole."""
         file = self._file(name, state)
         if torch.Size(file[keys.PARAM].shape) != shape:  # once for all ranges
-            file[keys.PARAM] = local_slice(name, file, eager(file[keys.PARAM]), shape, self._rank, self._count)
+            cut = self._cuts.get(name) or Cut(shape)
+            where = f"the universal checkpoint {self.folder}"
+            file[keys.PARAM] = cut.take(name, file, eager(file[keys.PARAM]), self._rank, self._count, where)
         return file[keys.PARAM]
 
 

@@ -6,7 +6,7 @@ import os
 
 from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.open_saved import open_run
-from deepspeed.checkpoint.layouts.saved_slices import Cut
+from deepspeed.checkpoint.layouts.saved_universal import Cut
 from deepspeed.checkpoint.read import memory
 from deepspeed.checkpoint.read.loading import checked
 from deepspeed.checkpoint.read.node_local import fetch_missing
@@ -91,13 +91,13 @@ def _open(run, folder, with_optimizer):
         )
     stage, weights, pipeline = run.weights.layers, run.weights, {}
     if stage is not None:
-        cuts = {weights.named(name): Cut.of(param, saved_part(param)[1]) for name, param in weights.params.items()}
-        pipeline = dict(stages=stage.stages, layers=set(stage.layers.values()), tied=stage.paths, cuts=cuts)
+        pipeline = dict(stages=stage.stages, layers=set(stage.layers.values()), tied=stage.paths)
     return open_run(
         folder,
         run.ranks.mp_rank,
         run.ranks.dp_rank,
         run.ranks.mp_world_size,
+        cuts={weights.named(name): Cut.of(param, saved_part(param)[1]) for name, param in weights.params.items()},
         **pipeline,
         group_names=run.group_names,
         shapes={name: saved_part(param)[1] for name, param in run.trained()},

@@ -1,5 +1,6 @@
 """One checkpoint that goes into a run. ``checked`` refuses a load before anything is changed."""
 
+from deepspeed.checkpoint.constants import TENSOR_CUTS, UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import plain
 from deepspeed.checkpoint.read.weights import add_resumed, check_weights, counters_in
@@ -69,7 +70,8 @@ def checked(run, target, saved, strict, with_optimizer, with_scheduler, module_o
     hidden = {"module"} if module_only else set(names.ENGINE_KEYS)
     hidden |= {key for key, taken in (("lr_scheduler", with_scheduler), ("optimizer", with_optimizer)) if taken}
     client_state = {key: plain(value) for key, value in state.items() if key not in hidden}
-    own = {key: client_state[key] for key in names.OWN_KEYS if key in client_state}
+    described = (UNIVERSAL_CHECKPOINT_INFO,) if TENSOR_CUTS in state else ()  # by the engine, not by the caller
+    own = {key: client_state[key] for key in (*names.OWN_KEYS, *described) if key in client_state}
     found = LoadedRun(saved.model_path, client_state, own, schedule, state.get("dp_world_size"))
     if not module_only:
         found.counters = counters_in(run, state)

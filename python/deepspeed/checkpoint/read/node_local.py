@@ -53,8 +53,9 @@ def fetch_missing(run, ranks, folder):
 
 
 def _wanted(run, files):
-    saved_by = sum(names.SHARDED_MODEL_STATES.find(name) is not None for name in files)
-    same = run.policy.saved.model_by_rank and saved_by == run.ranks.dp_world_size * run.ranks.mp_world_size
+    saved = [found for found in map(names.SHARDED_MODEL_STATES.find, files) if found is not None]
+    slices = len({found["mp_rank"] for found in saved}) == run.ranks.mp_world_size
+    same = run.policy.saved.model_by_rank and slices and len(saved) == run.ranks.dp_world_size * run.ranks.mp_world_size
     if not same or run.weights.differs:
         return sorted(files)
     return sorted(name for name in files if _is_own(name, run.ranks))

@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts.saved_state import eager, plain
 from deepspeed.checkpoint.run_state import Counters
 from deepspeed.log import logger
+from deepspeed.utils.param_cut import cut_of
 from deepspeed.zero.parameters.param_ranks import own_extent, saved_part
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
@@ -217,11 +218,14 @@ def _whole(run, saved):
 def _check_shapes(weights, saved):
     wrong = []
     here = {weights.named(name): saved_part(param)[1] for name, param in weights.params.items()}
+    cuts = {weights.named(name): cut_of(param) for name, param in weights.params.items()}
     here.update((weights.named(name), buffer.shape) for name, buffer in weights.buffers.items())
     for name, shape in here.items():
         known = saved.weight_shape(saved.aliases.get(name, name))
         if known is not None and tuple(known) != tuple(shape):
-            wrong.append(f"'{name}' was saved with shape {tuple(known)}, the model has {tuple(shape)}")
+            cut = cuts.get(name)
+            of = "" if cut is None else f" on this rank, of {tuple(cut.whole_shape(shape))} in all"
+            wrong.append(f"'{name}' was saved with shape {tuple(known)}, the model has {tuple(shape)}{of}")
     if wrong:
         raise RuntimeError(
             f"{saved.origin()} does not fit the model: {'; '.join(wrong[:3])}"

@@ -28,6 +28,7 @@ def counters_of(run):
         "dp_world_size": run.ranks.dp_world_size,
         "mp_world_size": run.ranks.mp_world_size,
         names.RESERVED_KEY: dict(run.ranks.degrees),
+        **run.tensor_facts(),
     }
 
 

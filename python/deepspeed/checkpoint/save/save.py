@@ -203,7 +203,7 @@ def checked_client_state(run):
         raise TypeError(
             f"client_state is a dict of what load_checkpoint is to return, and this is {type(given).__name__}"
         )
-    taken = {*names.ENGINE_KEYS, *names.OWN_KEYS}
+    taken = {*names.ENGINE_KEYS, *names.OWN_KEYS, *loaded}
     current = {**vars(run.counters), **vars(run.ranks), "ds_config": run.ds_config}
     for key, value in given.items():
         if key not in taken or (key in loaded and loaded[key] is value):
