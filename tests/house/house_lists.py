@@ -63,6 +63,7 @@ engine/members.py pipeline_parts | REGISTRY
 data/loader_workers.py _iterators | AT_END
 launcher/runners/__init__.py RUNNERS | REGISTRY
 module_inject/tp_init.py _recorded | published: tp_model_init() comes before initialize(), and no object joins them
+module_inject/layers.py _mode | published: set_autotp_mode() and is_autotp_training_mode() are of the module
 module_inject/tp_shard.py _n_embd | published: set_n_embd() and its getter are of the module
 module_inject/tp_shard.py num_kv_heads | published: scripts read the name and set it by set_num_kv_heads()
 module_inject/tp_shard.py tp_grain_size | published: scripts read the name and set it by set_tp_grain_size()

@@ -32,6 +32,7 @@ class _Made:
         self.jobs = {}  # backend -> native Job
         self.gathers = {}  # ranks -> native Communicator (mesh_views.py)
         self.tensors = {}  # the same, for layers that are cut
+        self.tensor_exchanges = weakref.WeakKeyDictionary()  # of these -> {overlap: TensorExchange} (layers.py)
         self.exchanges = weakref.WeakKeyDictionary()  # native communicator -> its exchange (sequence/exchange.py)
         self.uneven_heads = set()  # ranks that have cut heads into unequal runs (sequence/exchange.py)
         self.stores = {}  # (device, folder) -> tensors that wait for backward (utils/waiting_tensors.py)

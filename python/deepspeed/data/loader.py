@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.data.loader_workers import SeededBatches, end_with, ends_of_workers
+from deepspeed.data.loader_workers import SeededBatches, end_with, next_of
 from deepspeed.data.sampler import CurriculumSampler
 from deepspeed.log import logger
 
@@ -162,15 +162,10 @@ class ResumableDataLoader:
         if self.tput_timer is not None and not getattr(self.tput_timer, "started", False):
             self.tput_timer.start()
         try:
-            batch = next(self._batches_now)
+            batch = next_of(self._batches_now)
         except StopIteration:
             self._next_epoch()
             raise
-        except (RuntimeError, ConnectionError) as error:
-            ends = ends_of_workers(self._batches_now)
-            if not ends:
-                raise
-            raise RuntimeError(f"{error}. Worker processes of the data loader have ended: {ends}") from error
         self.batches += 1
         if self.curriculum is not None:
             self.curriculum.used()

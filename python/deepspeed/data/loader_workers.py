@@ -65,8 +65,18 @@ def end_with(iterator):
     return iterator
 
 
-def ends_of_workers(iterator):
-    """Says how each worker of ``iterator`` has ended, with its exit code or signal; "" if none has, or without any."""
+def next_of(iterator):
+    """The next batch. RuntimeError says how each worker has ended, with its exit code or signal, where some have."""
+    try:
+        return next(iterator)
+    except (RuntimeError, ConnectionError) as error:
+        ends = _ends_of_workers(iterator)
+        if not ends:
+            raise
+        raise RuntimeError(f"{error}. Worker processes of the data loader have ended: {ends}") from error
+
+
+def _ends_of_workers(iterator):
     codes = [(one.pid, one.exitcode) for one in getattr(iterator, "_workers", ())]
     return ", ".join(
         f"process {pid} by signal {signal.Signals(-code).name}" if code < 0 else f"process {pid} with exit code {code}"

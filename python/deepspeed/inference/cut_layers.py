@@ -8,7 +8,6 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed._compat import TORCH2
 from deepspeed._native import _C
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import mesh, mesh_views
 from deepspeed.config.errors import config_error
 from deepspeed.log import log_dist
@@ -191,13 +190,3 @@ def _has(module, param):
 
 
 # ---- random numbers -------------------------------------------------------------------------------------------------
-def share_random_state(group):
-    """Gives all ranks the state of the random numbers of the first one, so that what they sample is the same."""
-    source, device = dist.get_global_rank(group, 0), get_accelerator().current_device_name()
-    for get, put in (
-        (torch.get_rng_state, torch.set_rng_state),
-        (get_accelerator().get_rng_state, get_accelerator().set_rng_state),
-    ):
-        state = get().to(device)
-        dist.broadcast(state, source, group=group)
-        put(state.cpu())

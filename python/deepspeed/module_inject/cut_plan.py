@@ -30,6 +30,7 @@ from deepspeed.module_inject.layers import (
     exchange_of,
     set_autotp_mode,
 )
+from deepspeed.module_inject.unsharded import unshard
 from deepspeed.utils.random_state import OwnRandomNumbers
 
 # Integers of modules that a rule without an analysis shares, by their published names.
@@ -54,7 +55,7 @@ class BlockPlan:
 
 @dataclasses.dataclass
 class CutPlan:
-    """What is cut of a model. ``blocks``: name of a block -> its ``BlockPlan``; blocks of one kind share it.
+    """The cut of a model. ``blocks``: name of a block -> its ``BlockPlan``; blocks of one kind share it.
     ``outside``: ``{layer: TPLayerSpec}`` of layers outside of blocks. ``summed``: modules whose parameters every rank
     has whole and sees a part of the gradient of, as rules say. ``kept``: ``{layer: reason}`` of layers outside of
     blocks that stay whole against a rule."""
@@ -166,7 +167,10 @@ def cut_model(model, plan, group, overlap=False, training=True):
     rank = dist.get_rank(group)
     set_autotp_mode(training)
     for name, one in plan.blocks.items():
-        cut_block(model.get_submodule(name), one, plan.ranks, group, rank, overlap)
+        block = model.get_submodule(name)
+        unshard(block)
+        cut_block(block, one, plan.ranks, group, rank, overlap)
+    unshard(model)
     for name, spec in plan.outside.items():
         _cut_by_rule(model, name, spec, group, overlap)
     for name in plan.summed:

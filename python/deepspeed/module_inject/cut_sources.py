@@ -1,4 +1,4 @@
-"""Who says how layers are cut: the first of these sources that applies.
+"""The sources that say how layers are cut, of which the first one that applies decides.
 
 1. ``tensor_parallel.partition_config``, rules of the user;
 2. ``tensor_parallel.preset_model``, rules of a known model;

@@ -6,8 +6,6 @@ the ranks: Shoeybi et al., "Megatron-LM" (2019). A parameter stays the same obje
 slice; ``cut_param`` writes on it which slice that is (``ParamCut``).
 """
 
-import weakref
-
 import torch
 from torch import nn
 
@@ -25,7 +23,6 @@ from deepspeed.utils import tensor_slices
 from deepspeed.utils.param_cut import ParamCut, cut_of
 
 _mode = {"training": False}
-_exchanges = weakref.WeakKeyDictionary()  # native communicator -> {overlap: TensorExchange}
 
 
 def set_autotp_mode(training=False):
@@ -41,7 +38,7 @@ def is_autotp_training_mode():
 def exchange_of(group, overlap=False):
     """The native ``TensorExchange`` over torch's ``group``; layers that read one tensor have to share it."""
     ranks = mesh_views.tensor_ranks(group)
-    made = _exchanges.setdefault(ranks, {})
+    made = mesh.made_here().tensor_exchanges.setdefault(ranks, {})
     return made.setdefault(overlap, _C.TensorExchange(ranks, overlap))
 
 
@@ -208,7 +205,7 @@ class LmHeadLinearAllreduce(LinearAllreduce):
 
 class _SubParams(TensorParallel_Layer):
     """``shape``: of the whole weight, in which a tuple stands for the sizes of sub-parameters that lie end to end along
-    ``partition_dim``, and a number smaller than that dimension for so many equal ones. Each is cut on its own."""
+    ``partition_dim``, and a number smaller than that dimension for this many equal ones. Each is cut on its own."""
 
     def __init__(self, module, mp_group, shape, partition_dim, **kwargs):
         self.shape, self.partition_dim = shape, partition_dim

@@ -31,7 +31,7 @@ def _is_leaf_list(module):
 
 
 def kind_of(block):
-    """What two blocks have in common of which one tells about the other: class, names and shapes of its parts."""
+    """The class of a block, and the names and shapes of its parts: blocks that have these in common are cut alike."""
     shapes = tuple((name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in block.named_parameters())
     return type(block), tuple((name, type(one)) for name, one in block.named_modules()), shapes
 

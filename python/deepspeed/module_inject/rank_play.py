@@ -1,4 +1,4 @@
-"""What else of a block has to change with a cut: integers of its modules, and its arguments.
+"""Finds what else of a block has to change with a cut: integers of its modules, and its arguments.
 
 A run of the block's copy plays one rank: the layers return this rank's channels, and the inputs that reach the next
 layer have to be this rank's channels of the whole run. Integers that count heads or channels, and arguments with

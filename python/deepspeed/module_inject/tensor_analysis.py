@@ -1,4 +1,4 @@
-"""Which channels of a block of layers can be cut among ranks. The answer follows from what the block computes.
+"""Finds the channels of a block of layers that can be cut among ranks, from what the block computes.
 
 A copy of the block runs on a small probe (``block_twin``). Every linear layer of the copy returns random numbers, which
 are leaves of autograd, so the gradient of one layer's input tells which outputs of other layers reach it, with what
@@ -31,7 +31,7 @@ class Analysis:
 
 # ---- which outputs reach which inputs -------------------------------------------------------------------------------
 class _Reach:
-    """What reaches the inputs of the layers of one run."""
+    """Tells what reaches the inputs of the layers of one run."""
 
     def __init__(self, twin, run):
         self.run = run

@@ -113,7 +113,7 @@ def _own_weight(weight, shape, groups, ranks, rank):
 
 
 def _difference(before, after, block):
-    """What differs first; None: nothing."""
+    """A text about the first difference, or None."""
     for name, outputs in after.outputs.items():
         module = block.get_submodule(name)
         for one, wanted in zip(outputs, before.outputs.get(name, ())):

@@ -10,6 +10,7 @@ from deepspeed.module_inject.cut_plan import cut_model, plan_of
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.module_inject.tensor_proof import PlanError, prove
 from deepspeed.utils.param_cut import cut_of
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 PLAN = "ds_tensor_plan"  # the attribute of a model that is cut
 
@@ -18,12 +19,14 @@ def cut_over(model, group, settings=None, policy=None):
     """Cuts ``model`` in place over torch's ``group``, all of whose ranks call it with the same model; rank 0's weights
     count. ``settings``: the section ``tensor_parallel``. Returns the ``CutPlan``. A model that is cut already stays as
     it is; ValueError where that was done for another number of ranks. PlanError where a cut would compute something
-    else than the model; then no weight has changed."""
+    else than the model; then no weight has changed. The ranks draw the same random numbers from now on."""
     earlier = earlier_plan(model, dist.get_world_size(group), "tensor_parallel.autotp_size")
     if earlier is not None:
         return earlier
-    plan = proven_plan(model, group, settings, policy)
+    grain = 1 if settings is None else settings.tp.tp_grain_size
+    plan = proven_plan(model, group, settings, policy, grain=grain)
     same_weights(model, group)
+    share_random_state(group)
     carry_out(model, plan, group, settings is not None and settings.tp_overlap_comm)
     return plan
 
@@ -91,10 +94,22 @@ def same_weights(model, group, others=()):
     own = {id(tensor) for module in others for tensor in (*module.parameters(), *module.buffers())}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device.type != "meta" and id(tensor) not in own:
+            if tensor.device.type != "meta" and id(tensor) not in own and not is_sharded(tensor):
                 sent = tensor.data.to(device)
                 dist.broadcast(sent, source, group=group)
                 tensor.data.copy_(sent)
+
+
+def share_random_state(group):
+    """Gives all ranks the state of the random numbers of the first one, so that what they draw is the same."""
+    source, device = dist.get_global_rank(group, 0), get_accelerator().current_device_name()
+    for get, put in (
+        (torch.get_rng_state, torch.set_rng_state),
+        (get_accelerator().get_rng_state, get_accelerator().set_rng_state),
+    ):
+        state = get().to(device)
+        dist.broadcast(state, source, group=group)
+        put(state.cpu())
 
 
 def tell(plan):

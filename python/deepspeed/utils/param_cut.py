@@ -1,4 +1,4 @@
-"""Which slice of a parameter a rank has where ranks share layers: the mark that ``deepspeed.module_inject`` leaves on
+"""The slice of a parameter that a rank has where ranks share layers: the mark that ``deepspeed.module_inject`` leaves on
 parameters, for checkpoints and norms."""
 
 import dataclasses
@@ -13,7 +13,7 @@ from deepspeed.utils import tensor_slices
 
 @dataclasses.dataclass(frozen=True)
 class ParamCut:
-    """Which slice of a parameter a rank has. ``dim``: the dimension that ``cut``, a native ``TensorCut``, cuts; None:
+    """The slice of a parameter that a rank has. ``dim``: the dimension that ``cut``, a native ``TensorCut``, cuts; None:
     every rank has the whole. ``partial``: each rank sees a part of its gradient, and it is summed over the ranks."""
 
     dim: int

@@ -348,7 +348,6 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
         {"amp": {"enabled": True}},
         {"sparse_attention": {"mode": "fixed"}},
         {"optimizer": {"type": "OneBitLamb"}},
-        {"tensor_parallel": {"autotp_size": 2}},
     ):
         config = {"train_batch_size": 8, **on}
         refused(DeepSpeedConfigError, "not supported yet", DeepSpeedConfig, config, world_size=2)

@@ -33,6 +33,7 @@ OWN_KEYS = {
     "keep_in_fp32_modules",
     "zero_optimization.compute_grad_norm",
     "zero_optimization.parameter_alignment",
+    "tensor_parallel.verify",
     "zero_optimization.audit_steps",
     "zero_optimization.cpu_offload_params",  # of older releases
     "zero_optimization.stage3_param_persitance_threshold",  # a misspelling in published files

@@ -3,6 +3,8 @@
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.config.errors import config_error
+from deepspeed.config.inference import as_dtype
 from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import log_dist
 from deepspeed.module_inject.tp_model import cut_over
@@ -23,12 +25,46 @@ class TensorParallel(Part):
         self.ranks = parallel.mp_world_size if section.autotp_size > 1 else 1
         if self.ranks == 1 or isinstance(engine.module, PipelineModule):
             return
+        self._check(section)
         cut_over(engine.module, parallel.mp_group, section)
         log_dist(
             f"Tensor parallelism: {self.ranks} ranks have the same batch, so a step has "
             f"{engine.train_batch_size() // self.ranks} samples on {parallel.data_world_size} data-parallel ranks",
             ranks=[0],
         )
+
+    def _check(self, section):
+        """Raises ValueError where the section contradicts itself or the ranks of the engine."""
+        engine, size = self.engine, section.autotp_size
+        rules = section.partition_config
+        others = {
+            "tensor_parallel.tp.tp_size": section.tp.tp_size,
+            "tensor_parallel.partition_config.tp_size": 1 if rules is None else rules.tp_size,
+            "the mpu's number of model-parallel ranks": self.ranks,
+        }
+        for name, other in others.items():
+            if other not in (1, size) or name.startswith("the mpu") and other != size:
+                raise config_error(
+                    f"tensor_parallel.autotp_size is {size}, and {name} is {other}: make them equal",
+                    ["tensor_parallel.autotp_size"],
+                )
+        if section.tp.mpu is not None and engine.mpu is None:
+            raise config_error("tensor_parallel.tp.mpu: pass it to deepspeed.initialize, mpu=", ["tensor_parallel.tp"])
+        own = dist.get_all_ranks_from_group(engine.parallel.mp_group)
+        given = own if section.tp.tp_group is None else dist.get_all_ranks_from_group(section.tp.tp_group)
+        if list(given) != list(own):
+            raise config_error(
+                f"tensor_parallel.tp.tp_group has the ranks {list(given)}, and neighbours share layers: {list(own)}. "
+                "Leave it out, or pass an mpu with that group",
+                ["tensor_parallel.tp.tp_group"],
+            )
+        dtype, own = engine._config._param_dict.get("tensor_parallel", {}).get("dtype"), engine.get_data_types()[0]
+        if dtype is not None and as_dtype(dtype) is not own:
+            raise config_error(
+                f"tensor_parallel.dtype is {dtype}, and the engine computes in {own}: correct it or leave it out, "
+                "because the sections fp16 and bf16 decide",
+                ["tensor_parallel.dtype"],
+            )
 
     def see_inputs(self, inputs, kwargs):
         """RuntimeError on every rank of a group whose ranks have different batches."""
@@ -51,8 +87,8 @@ def check_same(args, kwargs, group):
                 raise RuntimeError(
                     f"Data inconsistency within the TP group: tensor '{first[0]}' of rank {ranks[rank]} "
                     f"(shape {list(other[1])}) differs from that of rank {ranks[0]} (shape {list(first[1])}). "
-                    f"Ranks that share layers (tensor_parallel.autotp_size is {len(ranks)}, these are {ranks}) need the same "
-                    "batch: give the sampler engine.dp_world_size replicas and the data-parallel rank"
+                    f"Ranks that share layers (tensor_parallel.autotp_size is {len(ranks)}, these are {ranks}) need "
+                    "the same batch: give the sampler engine.dp_world_size replicas and the data-parallel rank"
                 )
 
 
