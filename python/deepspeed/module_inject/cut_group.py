@@ -30,7 +30,8 @@ class Group:
     that are cut, ``(place, dimension)``; ``shared``: places of arguments that only reach the layers through what lies
     between them, so that each rank sees a part of their gradient; ``draws``: the last of ``columns`` and of ``rows``
     that run, where random numbers are drawn between them in training; ``results``: ``(place, dimension)`` of results
-    of the block that have something for each unit (``cut_results``); ``grain``: of ``grained_runs``."""
+    of the block that have something for each unit (``cut_results``); ``grain``: of ``grained_runs``; ``reads``: the
+    number of tensors that ``columns`` read, each of which has an all-reduce in backward."""
 
     rows: list
     units: int
@@ -43,6 +44,7 @@ class Group:
     draws: tuple = ()
     results: list = dataclasses.field(default_factory=list)
     grain: int = 1
+    reads: int = 1
 
     @property
     def readers(self):

@@ -222,6 +222,9 @@ def _analyse(block, given, ranks, whole, reach, training):
         if problem is None:
             made = _group_of(reach, rows, {one: out.shape[-1] for one, out in whole.outputs.items() if one in columns})
             problem = made if isinstance(made, str) else None
+        if problem is None:
+            read = (whole.inputs[one] for one in columns)
+            made.reads = len({id(x) for x in read if x.is_floating_point()})
         if problem is None and tables:
             made.results = results_of(reach, made, tensors_in(whole.made), tables)
             problem = f"the block returns what '{min(tables)}' gives" if made.results is None else None

@@ -1,0 +1,95 @@
+"""``explain``: the table of a cut as text, before anything is cut."""
+
+from torch import nn
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.errors import config_error
+from deepspeed.config.getters import load_ds_config
+from deepspeed.config.sections import TPTrainingConfig
+from deepspeed.module_inject.block_twin import features
+from deepspeed.module_inject.cut_group import Part
+from deepspeed.module_inject.cut_plan import plan_of
+
+
+def explain(model, config):
+    """Prints and returns how ``model`` is cut for training: a line for each parameter that is cut of one block of each
+    kind, with its dimension and the elements of each rank; layers that stay whole with the reason; bytes of weights on
+    a rank; all-reduces of a block. No rank but this one is needed, and the model does not change.
+
+    Args:
+        config: a dict, a path or base64 of JSON with a section ``tensor_parallel``, or a ``DeepSpeedConfig``.
+
+    ValueError where ``tensor_parallel.autotp_size`` is below 2.
+    """
+    if isinstance(config, DeepSpeedConfig):
+        section = config.tensor_parallel_config
+    else:
+        section = TPTrainingConfig(**load_ds_config(config).get("tensor_parallel", {}))
+    ranks = section.autotp_size
+    if ranks < 2:
+        raise config_error(
+            f"explain: tensor_parallel.autotp_size is {ranks}, so nothing is cut: set it to the number of ranks that "
+            "share the layers",
+            ["tensor_parallel.autotp_size"],
+        )
+    plan = plan_of(model, ranks, section)
+    lines = [f"{type(model).__name__} over {ranks} ranks, as {plan.source.name} says"]
+    for name, one in plan.kinds().items():
+        block = model.get_submodule(name)
+        alike = sum(other is one for other in plan.blocks.values())
+        lines.append(f"{name or 'the model'} ({type(block).__name__}, {alike} alike):")
+        for param, (dim, cut) in cuts_of(block, one, ranks).items():
+            widths = [cut.width(rank) for rank in range(ranks)]
+            copies = ", some on several ranks" if cut.copied() else ""
+            lines.append(f"  {param}: dimension {dim}, {cut.size()} elements are {widths}{copies}")
+        lines += [f"  {param}: whole, its gradient is summed" for group in one.groups for param in group.partial]
+        lines += [f"  {layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in one.ruled.items()]
+        lines += [f"  {layer}: whole, {reason}" for layer, reason in one.whole.items()]
+        lines.append(f"  all-reduces: {len(_rows(one))} forward, {sum(group.reads for group in one.groups)} backward")
+    lines += [f"{layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in plan.outside.items()]
+    lines += [f"{layer}: whole, {reason}" for layer, reason in plan.kept.items()]
+    lines += [f"rank {rank}: {bytes_of(model, plan, rank):,} bytes of weights" for rank in range(ranks)]
+    text = "\n".join(lines)
+    print(text)
+    return text
+
+
+def _rows(plan):
+    return [row for group in plan.groups for row in group.rows]
+
+
+def cuts_of(block, plan, ranks):
+    """``{parameter: (dimension, TensorCut)}`` of what the analysis cuts of a block."""
+    found = {}
+    for group in plan.groups:
+        for name in group.rows:
+            layer = block.get_submodule(name)
+            found[f"{name}.weight"] = _inputs(layer), group.cut([Part(features(layer)[0])], ranks)
+        for name, parts in group.columns.items():
+            layer, cut = block.get_submodule(name), group.cut(parts, ranks)
+            found[f"{name}.weight"] = 1 if isinstance(layer, nn.Embedding) else 1 - _inputs(layer), cut
+            if getattr(layer, "bias", None) is not None:
+                found[f"{name}.bias"] = 0, cut
+        found.update({name: (dim, group.cut([part], ranks)) for name, (dim, part) in group.params.items()})
+    return found
+
+
+def _inputs(layer):
+    """The dimension of a linear layer's weight that counts its inputs."""
+    return int(isinstance(layer, nn.Linear))
+
+
+def bytes_of(model, plan, rank):
+    """Bytes of a model's weights on a rank. Layers that a rule cuts count an equal share."""
+    cuts = {
+        f"{name}.{param}".lstrip("."): cut.width(rank) / cut.size()
+        for name, one in plan.blocks.items()
+        for param, (_, cut) in cuts_of(model.get_submodule(name), one, plan.ranks).items()
+    }
+    ruled = [f"{name}.{layer}.".lstrip(".") for name, one in plan.blocks.items() for layer in one.ruled]
+    ruled = (*ruled, *(f"{layer}." for layer in plan.outside))
+    total = 0
+    for name, param in model.named_parameters():
+        whole = getattr(param, "ds_numel", param.numel()) * param.element_size()
+        total += round(whole * cuts.get(name, 1 / plan.ranks if ruled and name.startswith(ruled) else 1))
+    return total
