@@ -23,8 +23,14 @@ class TensorParallel(Part):
         section, parallel = engine._config.tensor_parallel_config, engine.parallel
         self.seen = 0
         self.ranks = parallel.mp_world_size if section.autotp_size > 1 else 1
-        if self.ranks == 1 or isinstance(engine.module, PipelineModule):
+        if section.autotp_size <= 1:
             return
+        if isinstance(engine.module, PipelineModule):
+            raise config_error(
+                f"tensor_parallel.autotp_size is {section.autotp_size}, and the layers of a PipelineModule are not cut "
+                "automatically: leave it out, and let its layers slice their weights over the topology's axis model",
+                ["tensor_parallel.autotp_size"],
+            )
         self._check(section)
         cut_over(engine.module, parallel.mp_group, section)
         log_dist(
