@@ -46,7 +46,7 @@ def exchange_of(group, overlap=False):
 def cut_param(param, dim, cut, group, rank, partial=False, kind="column"):
     """Keeps this rank's slice of a parameter, in place, and notes which one that is. ``kind``: "column" or "row", how
     its layer is cut. In training mode the gradients of copies are summed."""
-    made = ParamCut(dim, cut, group, rank, partial)
+    made, earlier = ParamCut(dim, cut, group, rank, partial), cut_of(param)
     with torch.no_grad():
         param.data = made.own(param.data).clone()
     param.ds_param_cut = made
@@ -54,7 +54,7 @@ def cut_param(param, dim, cut, group, rank, partial=False, kind="column"):
         param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
         param.ds_tensor_copies = not cut.owned(rank) and cut.width(rank) > 0
         universal_info.note(param, made, kind)
-    if not is_autotp_training_mode():
+    if not is_autotp_training_mode() or earlier is not None:  # a parameter that was cut before has its sum
         return
     if partial:
         _C.sum_gradients(param, mesh_views.tensor_ranks(group))
@@ -191,7 +191,7 @@ class LinearAllreduce(TensorParallel_Layer):
     def forward(self, input):
         """input: (..., this rank's inputs); result: (..., outputs), on every rank."""
         made = self.exchange.sum_out(self._own(input, None))
-        return made if self.bias is None else made + self.bias
+        return made if self.bias is None else made + self.bias.to(made.dtype)  # autocast computes in another type
 
 
 class LmHeadLinearAllreduce(LinearAllreduce):
@@ -283,9 +283,6 @@ class Yuan_LinearLayer(SubParamColumnParallel):
     """A query or key of Yuan, of which two halves are cut on their own."""
 
     parts = 2
-
-    def __init__(self, module, mp_group=None, skip_partition=False, **kwargs):
-        super().__init__(module, mp_group, skip_partition=skip_partition, **kwargs)
 
 
 class Yuan_LinearAllreduce(LinearAllreduce):

@@ -27,13 +27,14 @@ class _Record:
     function of their numbers and shapes; None: random ones."""
 
     def __init__(self, block, given, backward=True, weights=None):
-        self.outputs, self.grads, hooks = {}, {}, []
+        self.outputs, self.grads, self.running, hooks = {}, {}, [], []
         for name, module in block.named_modules():
+            hooks.append(module.register_forward_pre_hook(self._begin(name)))
             hooks.append(module.register_forward_hook(self._keep(name)))
         given = with_tensors(given, _leaf)
         with torch.enable_grad():
             args, kwargs = with_tensors(given, lambda _, tensor: tensor.clone())  # the block may change them in place
-            made = [one for _, one in tensors_in(block(*args, **kwargs)) if one.requires_grad]
+            made = [one for _, one in tensors_in(self._run(block, args, kwargs)) if one.requires_grad]
             generator = torch.Generator().manual_seed(1)
             weights = weights or (lambda index, shape: torch.rand(shape, generator=generator))
             self.weights = [weights(index, one.shape) for index, one in enumerate(made)]
@@ -46,8 +47,18 @@ class _Record:
         self.grads = {f"parameter '{name}'": one.grad for name, one in self.params.items()}
         self.grads.update({f"argument {place}": one.grad for place, one in tensors_in(given) if one.requires_grad})
 
+    def _run(self, block, args, kwargs):
+        try:
+            return block(*args, **kwargs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise RuntimeError(f"'{self.running[-1]}' fails: {type(error).__name__}: {error}") from error
+
+    def _begin(self, name):
+        return lambda module, args: self.running.append(name)
+
     def _keep(self, name):
         def keep(module, args, made):
+            self.running.pop()
             self.outputs[name] = [one.detach() for _, one in tensors_in(made) if one.is_floating_point()]
 
         return keep
@@ -89,7 +100,7 @@ def prove(block, name, plan, ranks, group, training=True):
 
         problem = _difference(before, _Record(cut, plan.given, training, own_weight), cut)
     except (RuntimeError, ValueError, TypeError) as error:
-        problem = f"it fails: {type(error).__name__}: {error}"
+        problem = str(error)
     found = [None] * ranks
     dist.all_gather_object(found, problem, group=group)
     told = [(one, text) for one, text in enumerate(found) if text]
