@@ -1,4 +1,4 @@
-"""What an engine with ``tensor_parallel.autotp_size`` asks for, refuses, sends and saves."""
+"""Engines with ``tensor_parallel.autotp_size``: what they refuse, draw, send and save."""
 
 import functools
 import os
@@ -47,7 +47,9 @@ def test_different_batches_in_one_group(rank, world):
 
 @on_ranks(2, init=True)
 def test_sizes_and_types_that_do_not_fit(rank, world):
-    refused(ValueError, "3", engine_of, llama(), config(size=3))
+    refused(
+        ValueError, "autotp_size 3 does not divide the 2 ranks: use one of 1, 2", engine_of, llama(), config(size=3)
+    )
     refused(ValueError, "tp_size = 3 does not divide the 2 ranks", deepspeed.tp_model_init, llama(), 3, None)
     for given, wrong, words in (
         ((2, None), {"size": 1}, "tp_size=2.*autotp_size=1"),
