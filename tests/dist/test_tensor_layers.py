@@ -160,7 +160,7 @@ def test_a_pair_of_layers_trains_as_two_whole_ones(rank, world):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         overlapped = LinearLayer(nn.Linear(INSIDE, OUTSIDE), group, overlap=True)
         assert overlapped(x).dtype == pair(x).dtype == torch.bfloat16
-        made = overlapped(x)
+        made = overlapped(x.requires_grad_())
     made.float().sum().backward()
     same(overlapped.bias.grad, torch.full((OUTSIDE // 2,), 4.0), "gradient under autocast")
 
