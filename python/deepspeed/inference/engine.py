@@ -20,11 +20,11 @@ from deepspeed.config.errors import config_error
 from deepspeed.config.inference import DeepSpeedInferenceConfig, merge_inference_config
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.host.recorded_names import open_regular
-from deepspeed.inference.cut_layers import ServedCut, group_in, group_of, share_random_state, size_of
+from deepspeed.inference.cut_layers import ServedCut, group_in, group_of, size_of
 from deepspeed.log import warning_once
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, validate_autoep_post_detection
-from deepspeed.module_inject.tp_model import own_weights
+from deepspeed.module_inject.tp_model import own_weights, share_random_state
 from deepspeed.moe.errors import fail
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.serving import serve_alike, share_experts, slice_experts

@@ -77,7 +77,7 @@ def roles_in(source, model, blocks):
         patterns = [pattern for one in unused for pattern in one.patterns]
         raise ValueError(
             f"{source.name}: no parameter of {type(model).__name__} fits the patterns {patterns}: correct or remove "
-            "them out: a pattern is a regular expression for a whole name such as 'layers.0.mlp.up_proj.weight'"
+            "them. A pattern is a regular expression for a whole name such as 'layers.0.mlp.up_proj.weight'"
         )
     return found
 

@@ -381,7 +381,7 @@ def test_a_preset():
 STYLES = {"o_proj": "rowwise", "down_proj": "rowwise"}
 
 
-@pytest.mark.parametrize("style, known", [("colwise", True), ("unheard", False)])
+@pytest.mark.parametrize("style, known", [("colwise", True), ("sideways", False)])
 def test_the_plan_of_the_model(style, known):
     model = look_alikes.model_of("llama")
     parts = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
