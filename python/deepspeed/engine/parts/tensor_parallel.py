@@ -5,7 +5,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.config.errors import config_error
 from deepspeed.config.inference import as_dtype
-from deepspeed.engine.members import Part, engine_parts
+from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.log import log_dist
 from deepspeed.module_inject.tp_model import cut_over
 from deepspeed.pipe.module import PipelineModule
@@ -17,14 +17,15 @@ _CHECKED = 3  # batches after the start whose equality is checked
 class TensorParallel(Part):
     """A part of the engine: cuts the layers of its model over the ranks of the axis tp."""
 
+    ranks, seen = 1, 0  # the ranks that share layers; batches that were compared
+
     def cut(self):
         """Every rank calls it, before the optimizer sees the parameters."""
         engine = self.engine
         section, parallel = engine._config.tensor_parallel_config, engine.parallel
-        self.seen = 0
-        self.ranks = parallel.mp_world_size if section.autotp_size > 1 else 1
         if section.autotp_size <= 1:
             return
+        self.ranks = parallel.mp_world_size
         if isinstance(engine.module, PipelineModule):
             raise config_error(
                 f"tensor_parallel.autotp_size is {section.autotp_size}, and the layers of a PipelineModule are not cut "
@@ -38,6 +39,13 @@ class TensorParallel(Part):
             f"{engine.train_batch_size() // self.ranks} samples on {parallel.data_world_size} data-parallel ranks",
             ranks=[0],
         )
+
+    @member
+    def zero_gather_16bit_weights_on_model_save(self):
+        """Whether a save gathers the weights: always where ranks have slices of whole parameters, at stage 3 if the
+        configuration says so."""
+        slices = self.ranks > 1 and not self.engine._stage_policy.shards_params
+        return slices or self.engine._config.zero_config.gather_16bit_weights_on_model_save
 
     def _check(self, section):
         """Raises ValueError where the section contradicts itself or the ranks of the engine."""
