@@ -25,10 +25,16 @@ def cut_over(model, group, settings=None, policy=None):
         return earlier
     grain = 1 if settings is None else settings.tp.tp_grain_size
     plan = proven_plan(model, group, settings, policy, grain=grain)
-    same_weights(model, group)
-    share_random_state(group)
+    if _computes():
+        same_weights(model, group)
+        share_random_state(group)
     carry_out(model, plan, group, settings is not None and settings.tp_overlap_comm)
     return plan
+
+
+def _computes():
+    """False in the planner, which has no values: it trusts the plan, which the job proves."""
+    return get_accelerator().device_name() != "meta"
 
 
 def earlier_plan(model, ranks, key):
@@ -49,7 +55,7 @@ def proven_plan(model, group, settings=None, policy=None, training=True, grain=1
         plan = plan_of(model, dist.get_world_size(group), settings, policy, training)
     for name, one in plan.kinds().items():
         _set_grain(model.get_submodule(name), one, grain)
-    if getattr(settings, "verify", True):
+    if getattr(settings, "verify", True) and _computes():
         for name, one in plan.kinds().items():
             one.given = with_tensors(one.given, lambda _, tensor: _of_first(tensor, group))
             _prove(model.get_submodule(name), name, one, plan, group, training)
