@@ -1,5 +1,6 @@
 """Layers of a block that are cut together, and which of their channels each rank has."""
 
+import copy
 import dataclasses
 
 from deepspeed._native import _C
@@ -31,7 +32,8 @@ class Group:
     between them, so that each rank sees a part of their gradient; ``draws``: the last of ``columns`` and of ``rows``
     that run, where random numbers are drawn between them in training; ``results``: ``(place, dimension)`` of results
     of the block that have something for each unit (``cut_results``); ``grain``: of ``grained_runs``; ``reads``: the
-    number of tensors that ``columns`` read, each of which has an all-reduce in backward."""
+    number of tensors that ``columns`` read, each of which has an all-reduce in backward; ``heads``: in a unit, where
+    these are groups of heads."""
 
     rows: list
     units: int
@@ -45,6 +47,7 @@ class Group:
     results: list = dataclasses.field(default_factory=list)
     grain: int = 1
     reads: int = 1
+    heads: int = 1
 
     @property
     def readers(self):
@@ -81,7 +84,11 @@ def own_units(tensor, dim, group, ranks, rank):
 def change_counts(block, group, ranks, rank):
     """Gives the modules of a block the integers that they have on one rank."""
     for module, attribute, kind, each in group.counts:
-        setattr(block.get_submodule(module), attribute, local_count(group, ranks, rank, kind, each))
+        owner, value = block.get_submodule(module), local_count(group, ranks, rank, kind, each)
+        if attribute.startswith("config."):
+            owner.config, attribute = copy.copy(owner.config), attribute.partition(".")[2]
+            owner = owner.config
+        setattr(owner, attribute, value)
 
 
 def local_count(group, ranks, rank, kind, each):

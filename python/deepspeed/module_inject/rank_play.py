@@ -23,6 +23,16 @@ def _own(value, dim, cut, rank):
     return torch.cat([value.narrow(dim, start, length) for start, length in cut.runs(rank)], dim)
 
 
+class _Guarded(torch.overrides.TorchFunctionMode):
+    """Refuses attention without heads, which a wrong number of heads makes: torch divides by their number."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        attends = getattr(function, "__name__", "") == "scaled_dot_product_attention"
+        if attends and any(not one.numel() for _, one in tensors_in((args, kwargs))):
+            raise NotAnalysed("its attention has no heads")
+        return function(*args, **(kwargs or {}))
+
+
 class _Played:
     """The run of one rank against the whole run: ``problem`` is None where they agree."""
 
@@ -45,7 +55,8 @@ class _Played:
             given, lambda place, one: own_units(one, *arguments[place], rank) if place in arguments else one
         )
         try:
-            Run(twin, given, self._respond)
+            with _Guarded():
+                Run(twin, given, self._respond)
         except Exception as error:
             self.problem = self.problem or f"{type(error).__name__}: {error}"
 
@@ -78,7 +89,7 @@ def _counts_of(block, group, width):
         common = common[:same]
     top = ".".join(common[:-1] if len(members) == 1 else common)
     unit, shared, found = width // group.units, group.units // group.readers, []
-    kinds = [("units", 1, group.units), ("units", unit, group.units)]
+    kinds = [("units", each, group.units) for each in (1, unit, group.heads)]
     if group.readers > 1:
         kinds += [("shared", 1, shared), ("shared", unit, shared), ("readers", 1, group.readers)]
     values = {}
@@ -86,10 +97,13 @@ def _counts_of(block, group, width):
         values.setdefault(each * count, (kind, each))
     for name, module in block.get_submodule(top).named_modules(prefix=top):
         if not is_linear(module) and not isinstance(module, nn.Embedding):
-            for attribute, value in vars(module).items():
+            # Newer models ask their configuration, of which the module then gets a copy.
+            settings = getattr(vars(module).get("config"), "__dict__", {})
+            named = [*vars(module).items(), *((f"config.{key}", value) for key, value in settings.items())]
+            for attribute, value in named:
                 if type(value) is int and value in values and value > 1:
                     found.append((name, attribute, *values[value]))
-    return sorted(found, key=lambda one: not _KNOWN_COUNTS.search(one[1]))
+    return sorted(found, key=lambda one: (one[1].startswith("config."), not _KNOWN_COUNTS.search(one[1])))
 
 
 def find_changes(block, given, whole, group, width, ranks):
@@ -102,8 +116,9 @@ def find_changes(block, given, whole, group, width, ranks):
         for dim, size in enumerate(one.shape[:-1])
         if size and size % group.units == 0 and group.units > 1 and size // group.units in (1, whole.samples)
     ]
-    known = [one for one in counts if _KNOWN_COUNTS.search(one[1])]
-    tries = [(chosen, at) for at in ([], places) for chosen in ([], known, counts)]
+    own = [one for one in counts if not one[1].startswith("config.")]
+    known = [one for one in own if _KNOWN_COUNTS.search(one[1])]
+    tries = [(chosen, at) for at in ([], places) for chosen in ([], known, own, counts)]
     sets = (
         (list(chosen), list(at))
         for size in range(1, len(counts) + 1)

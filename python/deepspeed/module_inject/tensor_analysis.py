@@ -142,19 +142,29 @@ def _group_of(reach, rows, columns):
     unit = _unit_width(reach, name, width)
     if unit is None:
         return "it reads sums over all channels"
+    units, heads = width // unit, 1
     if unit == 1:
         found = _elementwise_parts(reach, name, width, columns)
-        units = width
     else:
-        units = width // unit
-        seen = [reach.channels(name, slice(one * unit, (one + 1) * unit)) for one in range(units)]
         none = {one: torch.zeros(size, dtype=torch.bool) for one, size in columns.items()}
-        found = {one: _parts_of([at.get(one, none[one]) for at in seen], units) for one in columns}
+        seen = [{**none, **reach.channels(name, slice(one * unit, (one + 1) * unit))} for one in range(units)]
+        found = {one: _parts_of([at[one] for at in seen], units) for one in columns}
+        # Heads may lie in groups, each with the keys and values that they share: then the groups are the units.
+        for more in _divisors(units)[1:] if None in found.values() else ():
+            joined = [{one: _any(seen[at : at + more], one) for one in columns} for at in range(0, units, more)]
+            found = {one: _parts_of([at[one] for at in joined], units // more) for one in columns}
+            if None not in found.values():
+                units, unit, heads = units // more, unit * more, more
+                break
     if found is None or None in found.values():
         return "its inputs do not fall into heads or channels that can be cut"
-    group = Group(list(rows), units, found)
+    group = Group(list(rows), units, found, heads=heads)
     _place_params(reach, group, width, unit)
     return group
+
+
+def _any(seen, layer):
+    return torch.stack([at[layer] for at in seen]).any(0)
 
 
 def _place_params(reach, group, width, unit):
@@ -217,17 +227,20 @@ def _analyse(block, given, ranks, whole, reach, training):
         if not sources[name] or name in taken:
             continue
         rows, columns = _closure(name, sources)
-        tables = {one for one in columns & shown if isinstance(block.get_submodule(one), nn.Embedding)}
-        problem = _conflict(rows, columns, sources, shown - tables, taken, whole.twice)
+        returned = columns & shown
+        tables = {one for one in returned if isinstance(block.get_submodule(one), nn.Embedding)}
+        problem = _conflict(rows, columns, sources, taken, whole.twice)
         if problem is None:
             made = _group_of(reach, rows, {one: out.shape[-1] for one, out in whole.outputs.items() if one in columns})
             problem = made if isinstance(made, str) else None
         if problem is None:
             read = (whole.inputs[one] for one in columns)
             made.reads = len({id(x) for x in read if x.is_floating_point()})
-        if problem is None and tables:
-            made.results = results_of(reach, made, tensors_in(whole.made), tables)
-            problem = f"the block returns what '{min(tables)}' gives" if made.results is None else None
+        if problem is None and returned:
+            # Other blocks read tables, so they are made whole. Weights of attention stay those of this rank's heads.
+            by_unit = results_of(reach, made, tensors_in(whole.made), returned)
+            problem = f"the block returns what '{min(returned)}' gives" if by_unit is None else None
+            made.results = results_of(reach, made, tensors_in(whole.made), tables) or [] if tables else []
         if problem is None:
             problem = _try(block, given, ranks, whole, made, whole.inputs[name].shape[-1], training)
         if problem is None:
@@ -283,12 +296,10 @@ def _closure(name, sources):
         columns |= set().union(*(sources[one] for one in more))
 
 
-def _conflict(rows, columns, sources, shown, taken, twice):
+def _conflict(rows, columns, sources, taken, twice):
     both = set(rows) & columns
     if both:
         return f"'{sorted(both)[0]}' reads and gives results of the same layers"
-    if columns & shown:
-        return f"the block returns what '{sorted(columns & shown)[0]}' gives"
     if any(one in taken for one in (*rows, *columns)):
         return "its inputs come from a layer that is cut with others"
     if twice & {*rows, *columns}:
