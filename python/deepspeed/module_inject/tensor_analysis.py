@@ -239,8 +239,9 @@ def _analyse(block, given, ranks, whole, reach, training):
         if problem is None and returned:
             # Other blocks read tables, so they are made whole. Weights of attention stay those of this rank's heads.
             by_unit = results_of(reach, made, tensors_in(whole.made), returned)
-            problem = f"the block returns what '{min(returned)}' gives" if by_unit is None else None
-            made.results = results_of(reach, made, tensors_in(whole.made), tables) or [] if tables else []
+            made.results = (results_of(reach, made, tensors_in(whole.made), tables) or []) if tables else []
+            if by_unit is None or any(_is_last(whole.made, *one) for one in by_unit if one not in made.results):
+                problem = f"the block returns what '{min(returned)}' gives"
         if problem is None:
             problem = _try(block, given, ranks, whole, made, whole.inputs[name].shape[-1], training)
         if problem is None:
@@ -252,6 +253,11 @@ def _analyse(block, given, ranks, whole, reach, training):
     return Analysis(
         groups, {one: reasons.get(one, "no layer that can be cut reads only its results") for one in layers}
     )
+
+
+def _is_last(made, place, dim):
+    """Whether a dimension of a result is its last one, which counts features and not heads."""
+    return dim == next(one for at, one in tensors_in(made) if at == place).dim() - 1
 
 
 def _try(block, given, ranks, whole, group, width, training):
