@@ -120,6 +120,12 @@ _SCANNED = {
     "pipeline": {"engine/pipeline_parts/links.py": "grad_partitioned pipe_partitioned"},
     "sequence_parallel": {"engine/parts/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
     "postmortem": {"engine/parts/outputs.py": "dir", "engine/parts/postmortem.py": "keep max_bytes spike_factor"},
+    "tensor_parallel": {
+        "engine/parts/tensor_parallel.py": "autotp_size dtype tp.tp_size tp.mpu tp.tp_group partition_config.tp_size",
+        "module_inject/tp_model.py": "verify tp_overlap_comm tp.tp_grain_size",
+        "module_inject/cut_sources.py": "injection_policy_tuple preset_model partition_config.layer_specs "
+        "partition_config.strict_mode partition_config.use_default_specs",
+    },
     "tensorboard": {"monitor/monitor.py": "enabled", "monitor/tensorboard.py": "job_name output_path"},
     "trace": {"engine/parts/outputs.py": "path", "engine/parts/tracing.py": "steps"},
     "wandb": {"monitor/monitor.py": "enabled", "monitor/wandb.py": "group project team"},

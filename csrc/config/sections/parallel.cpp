@@ -66,11 +66,14 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                   {
                       integer("tp_size", 1, "Ranks.").at_least(1),
                       layer_specs(),
-                      integer("embedding_partition_dim", 1, "Dimension in which embeddings are split.").at_least(0),
+                      integer("embedding_partition_dim", 1, "Dimension in which embeddings are split.")
+                          .at_least(0)
+                          .no_effect("embeddings that a rule cuts are cut along their features"),
                       list("lm_head_patterns", std::vector<std::string>{"lm_head", "embed_out"},
                            "Names of the output layer.")
-                          .items(kText),
-                      boolean("use_default_specs", true, "Known models need no layer_specs."),
+                          .items(kText)
+                          .no_effect("a rule says by gather_output what an output layer gives"),
+                      boolean("use_default_specs", true, "The rules of preset_model follow those of layer_specs."),
                       boolean("strict_mode", false, "A parameter that no pattern names is an error."),
                   })
               .absent_is_null(),

@@ -10,7 +10,13 @@
 
 import dataclasses
 
-from deepspeed.module_inject.autotp_config import AutoTPConfig, AutoTPPresets, PartitionType, TPLayerSpec
+from deepspeed.module_inject.autotp_config import (
+    AutoTPConfig,
+    AutoTPPresets,
+    PartitionType,
+    TPLayerSpec,
+    merge_autotp_configs,
+)
 from deepspeed.module_inject.block_twin import is_linear
 from deepspeed.module_inject.tp_plan_converter import TPPlanConverter, _get_hf_tp_plan
 
@@ -21,13 +27,13 @@ ANALYSIS = "the analysis of the model"
 class Source:
     """``name``: for messages. ``rules``: an ``AutoTPConfig``; None: the analysis decides. ``policy``: ``(block class,
     its name, or None for any; ends of names of layers)`` pairs. ``by_user``: a script wrote it, so that a difference
-    is a warning. ``complete``: a rule that fits nothing is an error."""
+    is a warning. ``complete``: this many rules, of which one that fits nothing is an error."""
 
     name: str = ANALYSIS
     rules: AutoTPConfig = None
     policy: list = None
     by_user: bool = False
-    complete: bool = False
+    complete: int = 0
 
 
 def source_of(model, settings=None, policy=None):
@@ -37,7 +43,10 @@ def source_of(model, settings=None, policy=None):
     if rules is not None:
         made = rules if isinstance(rules, AutoTPConfig) else AutoTPConfig.from_dict(rules.model_dump())
         if made.layer_specs or made.strict_mode:
-            return Source("tensor_parallel.partition_config", made, by_user=True, complete=True)
+            own = len(made.layer_specs)
+            if made.use_default_specs and getattr(settings, "preset_model", None) is not None:
+                made = merge_autotp_configs(AutoTPPresets.get_preset(settings.preset_model), made)
+            return Source("tensor_parallel.partition_config", made, by_user=True, complete=own)
     preset = getattr(settings, "preset_model", None)
     if preset is not None:
         return Source(f"tensor_parallel.preset_model = {preset}", AutoTPPresets.get_preset(preset))
@@ -73,7 +82,8 @@ def roles_in(source, model, blocks):
         elif source.rules.strict_mode and is_linear(module):
             source.rules.find_matching_spec(f"{name}.weight", model_type)
     unused = [one for one in source.rules.layer_specs if id(one) not in used and _is_for(one, model_type)]
-    if not found or unused and source.complete:
+    unused = unused if not found else [one for one in source.rules.layer_specs[: source.complete] if one in unused]
+    if unused:
         patterns = [pattern for one in unused for pattern in one.patterns]
         raise ValueError(
             f"{source.name}: no parameter of {type(model).__name__} fits the patterns {patterns}: correct or remove "
