@@ -26,7 +26,7 @@ test-unit: ## the fast part of the tests, under a minute
 	@tools/test.sh unit
 
 test-torch2: ## the suite against torch 2.x from PyPI; TORCH=2.15.0 or newest; SECOND=1: after `test`; BRIEF=1: a minute
-	@env=$$(tools/torch2_env.sh) && PYTHON=$(CURDIR)/$$env/bin/python tools/test.sh $(if $(BRIEF),brief,$(if $(SECOND),second,all))
+	@env=$$(tools/torch2_env.sh) && export PYTHON=$(CURDIR)/$$env/bin/python && tools/install.sh && tools/test.sh $(if $(BRIEF),brief,$(if $(SECOND),second,all))
 
 test-gpu: ## a checklist on a GPU: kernels, NCCL, training, times (tests/device/checklist.py); DEVICE=name: another device
 	@tools/test.sh gpu

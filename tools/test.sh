@@ -9,7 +9,6 @@
 kind=${1:-all}
 shift || true
 tools/build.sh native $([ "$kind" = brief ] || echo tests) $([ "$kind" != all ] || echo benchmarks)  # benchmarks that do not compile are found here
-[ -z "${PYTHON:-}" ] || tools/install.sh  # transformers asks for the metadata of the package
 pick_python
 dir=build/$(env_tag "$PY")
 export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}

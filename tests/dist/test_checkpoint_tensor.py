@@ -75,13 +75,10 @@ def train(engine, step):
 def states(engine):
     """name -> whole weight, master and moments."""
     found = {name: [value] for name, value in weights(engine).items()}
-    for name, kinds in moments(engine).items():
-        found[name] += kinds
     cuts = {name: cut_of(param) for name, param in engine.module.named_parameters()}
-    return {
-        name: [one if cuts[name] is None else cuts[name].join(one.contiguous()).clone() for one in kinds]
-        for name, kinds in found.items()
-    }
+    for name, kinds in moments(engine).items():
+        found[name] += [one if cuts[name] is None else cuts[name].join(one.contiguous()).clone() for one in kinds]
+    return found
 
 
 def save(rank, world, name, tp, stage, native, folder, dtype="fp32"):
