@@ -26,7 +26,7 @@ _PREFIXED = {
         "ignore_unused_parameters", "allgather_bucket_size", "allgather_partitions", "allgather_sequential",
         "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "module_granularity_threshold",
         "param_persistence_threshold", "model_persistence_threshold", "log_trace_cache_warnings",
-        "gather_16bit_weights_on_model_save", "sub_group_size", "legacy_stage1", "load_from_fp32_weights",
+        "sub_group_size", "legacy_stage1", "load_from_fp32_weights",
         "elastic_checkpoint", "save_muon_momentum_buffer_in_memory", "offload_optimizer", "offload_param",
     ),
     ("flops_profiler_config", "flops_profiler_"): (

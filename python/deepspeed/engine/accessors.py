@@ -21,6 +21,11 @@ def dtype_of(name):
     return _DTYPES[str(name).lower()]
 
 
+def _offload_device(engine):
+    section = engine.zero_offload_optimizer()
+    return "none" if section is None else str(getattr(section.device, "value", section.device))
+
+
 @answers_from(PATHS, below="_config")
 @answers_from(
     {  # Whether every rank keeps only its share: of the gradients (stages 2 and 3), of the weights (stage 3).
@@ -98,9 +103,11 @@ class ConfigAccessors:
         """True: gradients are taken by hooks as autograd produces them; there is no other way here."""
         return True
 
-    def _offload_device(self):
-        section = self.zero_offload_optimizer()
-        return "none" if section is None else str(getattr(section.device, "value", section.device))
+    def zero_gather_16bit_weights_on_model_save(self):
+        """Whether a save gathers the weights: always where ranks have slices of whole parameters, at stage 3 if the
+        configuration says so."""
+        slices = self._config.tensor_parallel_config.autotp_size > 1 and not self._stage_policy.shards_params
+        return slices or self._config.zero_config.gather_16bit_weights_on_model_save
 
     def cpuadam_cores_perc(self):
         """Share of torch's threads that make the steps of ``super_offload``."""
@@ -108,13 +115,13 @@ class ConfigAccessors:
 
     def zero_use_cpu_optimizer(self):
         """Whether the step runs on the CPU: optimizer states are offloaded to it, or through it to NVMe."""
-        return self._offload_device() in ("cpu", "nvme")
+        return _offload_device(self) in ("cpu", "nvme")
 
     def zero_cpu_offload(self):
-        return self._offload_device() == "cpu"
+        return _offload_device(self) == "cpu"
 
     def zero_nvme_offload_optimizer(self):
-        return self._offload_device() == "nvme"
+        return _offload_device(self) == "nvme"
 
     # ---- features beside training proper ---------------------------------------------------------------------------
     def checkpoint_writer_enabled(self):

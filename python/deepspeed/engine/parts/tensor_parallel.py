@@ -5,7 +5,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.config.errors import config_error
 from deepspeed.config.inference import as_dtype
-from deepspeed.engine.members import Part, engine_parts, member
+from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import log_dist
 from deepspeed.module_inject.tp_model import cut_over
 from deepspeed.pipe.module import PipelineModule
@@ -39,13 +39,6 @@ class TensorParallel(Part):
             f"{engine.train_batch_size() // self.ranks} samples on {parallel.data_world_size} data-parallel ranks",
             ranks=[0],
         )
-
-    @member
-    def zero_gather_16bit_weights_on_model_save(self):
-        """Whether a save gathers the weights: always where ranks have slices of whole parameters, at stage 3 if the
-        configuration says so."""
-        slices = self.ranks > 1 and not self.engine._stage_policy.shards_params
-        return slices or self.engine._config.zero_config.gather_16bit_weights_on_model_save
 
     def _check(self, section):
         """Raises ValueError where the section contradicts itself or the ranks of the engine."""
