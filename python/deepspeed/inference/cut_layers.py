@@ -13,6 +13,7 @@ from deepspeed.config.errors import config_error
 from deepspeed.log import log_dist
 from deepspeed.module_inject.block_twin import NotAnalysed, features, is_linear
 from deepspeed.module_inject.cut_group import grained_runs
+from deepspeed.module_inject.cut_plan import replace_module
 from deepspeed.module_inject.layers import LmHeadLinearAllreduce
 from deepspeed.module_inject.tp_model import carry_out, earlier_plan, proven_plan, same_weights
 
@@ -180,13 +181,8 @@ def _cut_head(model, name, group, grain):
             "whole; the values are the same",
             ranks=[0],
         )
-    made = LmHeadLinearAllreduce(head, group, name=name, cut=cut)
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, made)
+    replace_module(model, name, LmHeadLinearAllreduce(head, group, name=name, cut=cut))
 
 
 def _has(module, param):
     return any(one is param for one in module._parameters.values())
-
-
-# ---- random numbers -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class AutoTP:
         all_reduce_linears: ends of the names of the linear layers whose results are summed; empty: the analysis of the
             model finds them, or ``partition_config`` names them.
         prefix: of the names in ``state_dict``, whose weights the module gets before it is cut; None: it has them.
-        linear_layer_setting: classes that count as linear layers; those that are known count anyway.
+        linear_layer_setting: accepted, without an effect: linear layers are found by what they compute.
         orig_layer_impl: the class of the blocks that ``all_reduce_linears`` is for; None: all of them.
         keep_module_on_host: the slices stay in host memory.
         partition_config: an ``AutoTPConfig``.
@@ -67,8 +67,8 @@ class AutoTP:
 
     @staticmethod
     def kernel_supported(module_list):
-        """Whether the blocks have inference kernels: none has."""
-        return any(hasattr(one, "ds_inference_kernel") for one in module_list)
+        """False: no block has inference kernels here."""
+        return False
 
     @staticmethod
     def get_layers(parent, module):

@@ -102,7 +102,7 @@ class AutoTPConfig:
 
     Args:
         use_default_specs: the rules of a known model follow those of ``layer_specs``.
-        strict_mode: a parameter for which there is no rule is an error.
+        strict_mode: raises an error for a parameter without a rule.
     """
 
     tp_size: int = 1

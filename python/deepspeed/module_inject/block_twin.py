@@ -67,8 +67,9 @@ def twin_of(module):
     """A copy of a module on the CPU in fp32 with random parameters, whose linear layers and embeddings are stand-ins.
     It needs no values: parameters may be sharded, or on the device meta."""
     stands = {id(one): _Stand(one) for one in module.modules() if is_linear(one) or is_embedding(one)}
-    kept = {param for one in module.modules() if id(one) not in stands for param in one._parameters.values()}
-    twin = copy_of(module, {**stands, **{id(param): _random(param) for param in kept if param is not None}})
+    own = (one for one in module.modules() if id(one) not in stands)
+    kept = {id(param): param for one in own for param in one._parameters.values() if param is not None}
+    twin = copy_of(module, {**stands, **{key: _random(param) for key, param in kept.items()}})
     for one in twin.modules():
         one._buffers.update({name: _on_host(buffer) for name, buffer in one._buffers.items() if buffer is not None})
     return twin.eval()

@@ -161,6 +161,27 @@ def _plan_outside(model, plan, roles):
             plan.outside[name] = spec
 
 
+def cuts_of(block, plan, ranks):
+    """``{parameter: (dimension, TensorCut)}`` of what the analysis cuts of a block."""
+    found = {}
+    for group in plan.groups:
+        for name in group.rows:
+            layer = block.get_submodule(name)
+            found[f"{name}.weight"] = _inputs(layer), group.cut([Part(features(layer)[0])], ranks)
+        for name, parts in group.columns.items():
+            layer, cut = block.get_submodule(name), group.cut(parts, ranks)
+            found[f"{name}.weight"] = 1 if isinstance(layer, nn.Embedding) else 1 - _inputs(layer), cut
+            if getattr(layer, "bias", None) is not None:
+                found[f"{name}.bias"] = 0, cut
+        found.update({name: (dim, group.cut([part], ranks)) for name, (dim, part) in group.params.items()})
+    return found
+
+
+def _inputs(layer):
+    """The dimension of a linear layer's weight that counts its inputs."""
+    return int(isinstance(layer, nn.Linear))
+
+
 # ---- execution ------------------------------------------------------------------------------------------------------
 def cut_model(model, plan, group, overlap=False, training=True):
     """Cuts a model in place for this rank of torch's ``group``. Every rank of the group calls it."""
@@ -187,20 +208,17 @@ def cut_model(model, plan, group, overlap=False, training=True):
 
 def cut_block(block, plan, ranks, group, rank, overlap=False):
     """Cuts one block in place, as its ``BlockPlan`` says."""
+    cuts = cuts_of(block, plan, ranks)
     for one in plan.groups:
-        for name in one.rows:
-            layer = block.get_submodule(name)
-            width = features(layer)[0]
-            made = LinearAllreduce(layer, group, name=name, cut=one.cut([Part(width)], ranks), overlap=overlap)
-            _replace(block, name, made)
-        for name, parts in one.columns.items():
-            layer, cut = block.get_submodule(name), one.cut(parts, ranks)
+        for name in (*one.rows, *one.columns):
+            layer, cut = block.get_submodule(name), cuts[f"{name}.weight"][1]
             if isinstance(layer, nn.Embedding):
                 cut_embedding(layer, cut, group, rank)
             else:
-                _replace(block, name, LinearLayer(layer, group, name=name, cut=cut, overlap=overlap))
-        for name, (dim, part) in one.params.items():
-            cut_param(_param(block, name), dim, one.cut([part], ranks), group, rank)
+                kind = LinearAllreduce if name in one.rows else LinearLayer
+                replace_module(block, name, kind(layer, group, name=name, cut=cut, overlap=overlap))
+        for name in one.params:
+            cut_param(_param(block, name), *cuts[name], group, rank)
         for name in one.partial:
             cut_param(_param(block, name), None, None, group, rank, partial=True)
         change_counts(block, one, ranks, rank)
@@ -237,7 +255,7 @@ def _cut_by_rule(model, name, spec, group, overlap):
         made = LinearLayer(layer, group, gather_output=spec.gather_output, **more)
     else:
         made = SubParamLinearLayer(layer, group, shape, dim, gather_output=spec.gather_output, **more)
-    _replace(model, name, made)
+    replace_module(model, name, made)
 
 
 def _share_counts(block, ruled, ranks, rank):
@@ -256,9 +274,10 @@ def share_counts(module, ranks, rank, name=None):
             setattr(module, attribute, tp_shard.get_shard_size(value, ranks, name, rank))
 
 
-def _replace(block, name, made):
+def replace_module(model, name, made):
+    """Puts ``made`` in place of the submodule called ``name``."""
     owner, _, last = name.rpartition(".")
-    setattr(block.get_submodule(owner), last, made)
+    setattr(model.get_submodule(owner), last, made)
 
 
 def _param(block, name):

@@ -1,14 +1,10 @@
 """``explain``: the table of a cut as text, before anything is cut."""
 
-from torch import nn
-
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.errors import config_error
 from deepspeed.config.getters import load_ds_config
 from deepspeed.config.sections import TPTrainingConfig
-from deepspeed.module_inject.block_twin import features
-from deepspeed.module_inject.cut_group import Part
-from deepspeed.module_inject.cut_plan import plan_of
+from deepspeed.module_inject.cut_plan import cuts_of, plan_of
 
 
 def explain(model, config):
@@ -56,27 +52,6 @@ def explain(model, config):
 
 def _rows(plan):
     return [row for group in plan.groups for row in group.rows]
-
-
-def cuts_of(block, plan, ranks):
-    """``{parameter: (dimension, TensorCut)}`` of what the analysis cuts of a block."""
-    found = {}
-    for group in plan.groups:
-        for name in group.rows:
-            layer = block.get_submodule(name)
-            found[f"{name}.weight"] = _inputs(layer), group.cut([Part(features(layer)[0])], ranks)
-        for name, parts in group.columns.items():
-            layer, cut = block.get_submodule(name), group.cut(parts, ranks)
-            found[f"{name}.weight"] = 1 if isinstance(layer, nn.Embedding) else 1 - _inputs(layer), cut
-            if getattr(layer, "bias", None) is not None:
-                found[f"{name}.bias"] = 0, cut
-        found.update({name: (dim, group.cut([part], ranks)) for name, (dim, part) in group.params.items()})
-    return found
-
-
-def _inputs(layer):
-    """The dimension of a linear layer's weight that counts its inputs."""
-    return int(isinstance(layer, nn.Linear))
 
 
 def bytes_of(model, plan, rank):

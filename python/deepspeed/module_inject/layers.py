@@ -20,7 +20,7 @@ from deepspeed.module_inject.universal_info import (  # noqa: F401 (published he
     collect_autotp_universal_checkpoint_info,
 )
 from deepspeed.utils import tensor_slices
-from deepspeed.utils.param_cut import ParamCut, cut_of
+from deepspeed.utils.param_cut import ParamCut, cut_of, join_over
 
 _mode = {"training": False}
 
@@ -165,9 +165,7 @@ class LinearLayer(TensorParallel_Layer):
             made = nn.functional.linear(self.exchange.copy_in(input), weight, self.bias)
         if not self.gather_output or self.tp_world_size == 1:
             return made
-        sizes = [self.cut.width(rank) for rank in range(self.tp_world_size)]
-        slices = _C.gather_widths(mesh_views.tensor_ranks(self.mp_group), made, -1, sizes)
-        return tensor_slices.join(slices.split(sizes, -1), -1, self.cut)
+        return join_over(self.mp_group, self.cut, made, -1)
 
     @classmethod
     def from_weights(cls, weight_shape=None, dtype=torch.half, weight=None, bias=None, gather_output=False):
@@ -315,6 +313,5 @@ class HiddenParallelEmbedding(nn.Module):
 
     def forward(self, input):
         """input: (...), whole numbers; result: (..., features)."""
-        sizes = [self.cut.width(rank) for rank in range(self.cut.ranks())]
         made = nn.functional.embedding(input, self.weight, **self.options)
-        return _C.gather_widths(mesh_views.tensor_ranks(self.mp_group), made, -1, sizes)
+        return join_over(self.mp_group, self.cut, made, -1)

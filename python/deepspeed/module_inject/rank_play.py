@@ -13,14 +13,11 @@ from torch import nn
 
 from deepspeed.module_inject.block_twin import NotAnalysed, Run, is_linear, tensors_in, twin_of, with_tensors
 from deepspeed.module_inject.cut_group import Part, change_counts, own_units
+from deepspeed.utils import tensor_slices
 
 # Names that models have for what changes with a cut. They are tried first; the run decides.
 _KNOWN_COUNTS = re.compile(r"(heads|_kv|_dim|_size|d_model|groups|_partition|n_embd)$|^(num|n)_")
 _TRIES = 4096  # sets of integers and arguments that are tried at most
-
-
-def _own(value, dim, cut, rank):
-    return torch.cat([value.narrow(dim, start, length) for start, length in cut.runs(rank)], dim)
 
 
 class _Guarded(torch.overrides.TorchFunctionMode):
@@ -65,18 +62,18 @@ class _Played:
         for name, (dim, part) in group.params.items():
             owner, _, last = name.rpartition(".")
             param = twin.get_submodule(owner)._parameters[last]
-            param.data = _own(param.data, dim, group.cut([part], ranks), self.rank)
+            param.data = tensor_slices.narrow(param.data, dim, group.cut([part], ranks), self.rank)
 
     def _respond(self, name, stand, x):
         made = self.whole.outputs[name].detach()
         wanted = self.whole.inputs[name].detach()
         if name in self.rows:
-            wanted = _own(wanted, -1, self.rows[name], self.rank)
+            wanted = tensor_slices.narrow(wanted, -1, self.rows[name], self.rank)
         if x.shape != wanted.shape or x.is_floating_point() and not torch.allclose(x, wanted, rtol=1e-4, atol=1e-5):
             self.problem = self.problem or f"'{name}' reads other values than in one process"
         if self.problem:
             raise NotAnalysed(self.problem)
-        return _own(made, -1, self.columns[name], self.rank) if name in self.columns else made
+        return tensor_slices.narrow(made, -1, self.columns[name], self.rank) if name in self.columns else made
 
 
 def _counts_of(block, group, width):

@@ -13,6 +13,7 @@ from deepspeed.module_inject.block_twin import copy_of, tensors_in, with_tensors
 from deepspeed.module_inject.cut_group import own_units
 from deepspeed.module_inject.cut_plan import cut_block
 from deepspeed.module_inject.layers import TensorParallel_Layer, cut_of
+from deepspeed.utils import tensor_slices
 
 _RELATIVE = 1e-3
 
@@ -154,7 +155,7 @@ def _slice_of(whole, own, layer):
     cut, rank = layer.cut, layer.tp_index
     if layer.gather_output or whole.shape[-1] == own.shape[-1]:
         return whole
-    return torch.cat([whole.narrow(-1, start, length) for start, length in cut.runs(rank)], -1)
+    return tensor_slices.narrow(whole, -1, cut, rank)
 
 
 def _close(one, wanted, least=1e-12):

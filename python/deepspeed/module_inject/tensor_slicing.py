@@ -61,7 +61,8 @@ class ReplaceWithTensorSlicing:
         return 0, dst.shape[0]
 
     def _slice(self, src, dim, size, num_splits):
-        """This rank's ``size`` elements of a dimension, as many of each part; all elements where there are no more."""
+        """Returns this rank's ``size`` elements of a dimension, equally many of each part, or all elements of a
+        dimension of that size."""
         whole = src.shape[dim]
         if whole == size:
             return src.data

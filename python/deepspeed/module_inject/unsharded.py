@@ -1,12 +1,9 @@
 """Parameters that ``zero.Init`` has sharded become whole, before their layers are cut over ranks."""
 
-import torch
-
-from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.moe.replaced import whole_copy
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
-@torch.no_grad()
 def unshard(module):
     """Replaces the sharded parameters of ``module`` by whole ones on every rank. Every rank of the job calls it. A
     replaced parameter names its replacement (``ds_replaced_by``, see ``moe/replaced.py``)."""
@@ -15,9 +12,5 @@ def unshard(module):
             if old is None or not is_sharded(old):
                 continue
             if not hasattr(old, "ds_replaced_by"):  # modules may share it
-                with GatheredParameters([old]):
-                    new = torch.nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
-                kept = {key: value for key, value in vars(old).items() if not key.lstrip("_").startswith("ds_")}
-                vars(new).update(kept)
-                old.ds_replaced_by = (new,)
+                old.ds_replaced_by = (whole_copy(old),)
             owner._parameters[name] = old.ds_replaced_by[0]

@@ -9,6 +9,18 @@ from deepspeed.zero.parameters.param_ranks import ranks_of
 
 
 @torch.no_grad()
+def whole_copy(old):
+    """A parameter with the whole value of the sharded one ``old``, and with its attributes that are not about shards.
+    Every rank that has a shard calls it."""
+    with GatheredParameters([old]):
+        new = torch.nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+    for key, value in vars(old).items():
+        if not key.lstrip("_").startswith("ds_") or key == "ds_z3_leaf_count":
+            setattr(new, key, value)
+    return new
+
+
+@torch.no_grad()
 def share_anew(experts, copies):
     """Parameters of the module ``experts`` that ``zero.Init`` has sharded over all ranks become shards over the ranks
     of the group ``copies``, which have the same experts. Every rank calls it."""
@@ -24,11 +36,7 @@ def share_anew(experts, copies):
     for module, name in held:
         old = module._parameters[name]
         if not hasattr(old, "ds_replaced_by"):  # modules may share it
-            with GatheredParameters([old]):
-                new = torch.nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
-            for key, value in vars(old).items():
-                if not key.lstrip("_").startswith("ds_") or key == "ds_z3_leaf_count":
-                    setattr(new, key, value)
+            new = whole_copy(old)
             sharding.shard(new, access, old.ds_handle.name)
             access.gatherer.acquire([new.ds_handle])
             access.gatherer.release([new.ds_handle])

@@ -1,5 +1,5 @@
-"""The slice of a parameter that a rank has where ranks share layers: the mark that ``deepspeed.module_inject`` leaves on
-parameters, for checkpoints and norms."""
+"""The slice of a parameter that a rank has where ranks share layers: the mark that ``deepspeed.module_inject`` leaves
+on parameters, for checkpoints and norms."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from deepspeed.utils import tensor_slices
 
 @dataclasses.dataclass(frozen=True)
 class ParamCut:
-    """The slice of a parameter that a rank has. ``dim``: the dimension that ``cut``, a native ``TensorCut``, cuts; None:
-    every rank has the whole. ``partial``: each rank sees a part of its gradient, and it is summed over the ranks."""
+    """The slice of a parameter that a rank has. ``dim``: the dimension that ``cut``, a native ``TensorCut``, cuts; with
+    None every rank has the whole. ``partial``: each rank sees a part of its gradient, which is summed over them."""
 
     dim: int
     cut: object
@@ -44,9 +44,15 @@ class ParamCut:
         """The whole tensor on every rank of the group, from the slices of all of them. Every rank calls it."""
         if self.dim is None:
             return own
-        sizes = [self.cut.width(rank) for rank in range(self.ranks)]
-        slices = _C.gather_widths(mesh_views.tensor_ranks(self.group), own.detach().contiguous(), self.dim, sizes)
-        return tensor_slices.join(slices.split(sizes, self.dim), self.dim, self.cut)
+        return join_over(self.group, self.cut, own.detach().contiguous(), self.dim)
+
+
+def join_over(group, cut, own, dim):
+    """The whole tensor, on every rank of torch's ``group``, of the ranks' slices along ``dim``, with gradients. Every
+    rank calls it with its slice ``own``."""
+    sizes = [cut.width(rank) for rank in range(cut.ranks())]
+    slices = _C.gather_widths(mesh_views.tensor_ranks(group), own, dim, sizes)
+    return tensor_slices.join(slices.split(sizes, dim), dim, cut)
 
 
 def cut_of(param):

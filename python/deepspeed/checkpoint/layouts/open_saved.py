@@ -137,7 +137,7 @@ def _facts(folder):
 
 def _open_slices(folder, rank, count, cuts, **options):
     """As ``open_saved`` for tensor-parallel rank ``rank`` of ``count``. ``cuts``: name -> ``Cut`` of this run's
-    parameters; None: there is no run, and parameters are put together where the checkpoint says how."""
+    parameters. With None the checkpoint itself says how parameters are put together."""
     if names.is_universal(folder):
         return open_saved(folder, rank, mp_size=count, cuts=cuts, **options)
     about = _facts(folder)[1]
@@ -169,7 +169,7 @@ def open_run(folder, mp_rank=0, dp_rank=0, mp_size=1, stages=1, layers=None, tie
 
     ``stages``: of this run, whose model-parallel ranks are numbered stage by stage; ``layers``: numbers of the layers
     whose weights are wanted (None: all); ``tied``: number of a layer -> its path in the module, where that is not the
-    number; ``cuts``: name -> ``Cut`` of this run's parameters, by which whole ones are cut (None: there is no run).
+    number; ``cuts``: name -> ``Cut`` of this run's parameters, by which whole ones are cut (None: they stay whole).
     """
     degrees, slices = pipeline_degrees(folder), mp_size // stages
     if degrees is None:
