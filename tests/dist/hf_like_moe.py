@@ -194,7 +194,7 @@ class Model(nn.Module):
                 if isinstance(module, TopKRouter):
                     module.register_forward_hook(lambda _, given, out: self.recorded.append(out[0]))
         self.recorded.clear()
-        x, logits = beside(self.head.weight, x), []
+        x, logits = beside(self.model.layers[0].norm.weight, x), []
         for layer in self.model.layers:
             x, more = layer(x)
             logits += more

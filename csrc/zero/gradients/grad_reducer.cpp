@@ -155,8 +155,9 @@ void GradReducer::count(size_t param) {
 void GradReducer::launch_ready() {
   at::NoGradGuard no_grad;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) {
-    if (reduction_.summed(buckets_[next_bucket_])) {
-      arrive(buckets_[next_bucket_++]);  // nothing travels, and more may come
+    if (reduction_.summed(buckets_[next_bucket_])) {  // nothing travels, and more may come
+      GradBucket& own = buckets_[next_bucket_++];
+      if (arrives(own)) arrive(own);
       continue;
     }
     launch(buckets_[next_bucket_]);

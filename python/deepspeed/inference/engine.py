@@ -258,7 +258,7 @@ class InferenceEngine(torch.nn.Module):
         found.config.autoep_size = shared
         validate_autoep_post_detection(found.config, specs)
         same = mesh.group_over(self._ranks(shared, slices, ["experts.dp", "experts.slice"]))
-        handles = types.SimpleNamespace(ep_group=self.inference_ep_group, edp_group=same)
+        handles = types.SimpleNamespace(spec=None, ep_group=self.inference_ep_group, edp_group=same)
         made = found.replace_moe_layers(specs, shared, dist.get_rank() % self._size // slices)
         for layer in made.values():
             layer.set_deepspeed_parallelism(folding_group_handles=handles)

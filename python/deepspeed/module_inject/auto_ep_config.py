@@ -98,23 +98,24 @@ def validate_autoep_config(
     zero_offload_optimizer=False,
     zero_offload_param=False,
 ):
-    """ValueError that names the key where ranks cannot share experts so: ``autoep_size`` of the ranks that hold one
-    copy of a stage's dense weights each. Every stage of ZeRO and every kind of offload will do."""
+    """ValueError that names the key where ranks cannot share experts so: ``autoep_size`` of the ranks of a stage, also
+    of those that cut its dense weights. Every stage of ZeRO and every kind of offload will do."""
     if not config.enabled:
         return
-    ranks = world_size // (pp_size * tp_size)
+    ranks = world_size // pp_size
     _refuse(
         (pp_size > 1, "enabled", f"the model is a pipeline of {pp_size} stages: use deepspeed.moe.layer.MoE in it"),
         (
             config.expert_tensor_parallel_size > 1,
             "expert_tensor_parallel_size",
-            "experts that are cut among ranks are not built: leave it at 1",
+            f"{config.expert_tensor_parallel_size} ranks cannot share one expert: leave it at 1, and raise autoep_size, "
+            f"which may be any divisor of the {ranks} ranks, tensor-parallel ones included",
         ),
         (
-            tp_size > 1,
+            tp_size > 1 and use_data_before_expert_parallel,
             "enabled",
-            f"the dense layers are split among tp_size={tp_size} ranks: experts of unchanged models are shared by "
-            "data-parallel ranks alone. Leave tensor parallelism out",
+            f"use_data_before_expert_parallelism is true beside tensor_parallel.autotp_size={tp_size}, where holders of "
+            "different experts are neighbours: leave it out",
         ),
         (
             deepcompile_enabled,
@@ -124,8 +125,8 @@ def validate_autoep_config(
         (
             ranks % config.autoep_size != 0,
             "autoep_size",
-            f"{config.autoep_size} ranks are to share experts, and does not divide the {ranks} ranks with the same "
-            f"dense weights (of {world_size})",
+            f"{config.autoep_size} ranks are to share experts, and does not divide the {ranks} ranks of a stage (of "
+            f"{world_size})",
         ),
     )
 

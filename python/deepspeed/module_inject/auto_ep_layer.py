@@ -8,12 +8,21 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.log import warning_once
+from deepspeed.module_inject.auto_ep_folding import mark_autoep_folding_router_parameter
 from deepspeed.module_inject.auto_ep_presets.registry import get_preset_adapter
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_repack import repack_expert_weights, source_weights
 from deepspeed.moe.ep_router import Fp32Linear, TokenChoiceTopKRouter
+from deepspeed.moe.ep_tp_dispatch import (
+    assert_tp_payload_consistent,
+    choices_of,
+    partition_assignments,
+    payload_of_choices,
+    restore_combined,
+    shared_by_ranks,
+)
 from deepspeed.moe.errors import fail
-from deepspeed.moe.exchange import exchange_of, with_gradient
+from deepspeed.moe.exchange import exchange_of, named, with_gradient
 from deepspeed.moe.routes import Routes
 from deepspeed.moe.rows import combine_rows, dispatch_rows
 from deepspeed.moe.statistics import LayerStatistics
@@ -105,6 +114,7 @@ class AutoEPMoELayer(torch.nn.Module):
         self.expert_group_name = f"ep_size_{ep_size}"
         self.score_apply = resolve_score_apply_mode(spec, config.score_apply)
         self.layer_name, self.stages, self.ep_group, self.overlap_chunks = spec.moe_module_name, None, None, 1
+        self.folding, self.checks_folding = None, config.validate_folding_routing
         self.loss_scale, self.busiest = None, 1.0
         self.statistics = LayerStatistics(self.num_experts)
         self.exp_counts = None
@@ -212,11 +222,13 @@ class AutoEPMoELayer(torch.nn.Module):
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_=False, folding_group_handles=None):
         """Makes the groups of ranks that share experts; every rank calls it. ``deepspeed.initialize`` does.
 
-        ``folding_group_handles``: a ``FoldingGroupHandles`` with groups that exist.
+        ``folding_group_handles``: a ``FoldingGroupHandles`` with groups that exist. Where its spec has tensor-parallel
+        ranks, each of them works on a part of the assignments.
         """
         name, handles = self.expert_group_name, folding_group_handles
         if handles is not None:
             self.ep_group, copies = handles.ep_group, handles.edp_group
+            self.folding = handles if handles.spec is not None and handles.spec.tp_size > 1 else None
         else:
             if name not in groups._get_expert_parallel_group_dict():
                 groups._create_expert_and_data_parallel(
@@ -224,7 +236,7 @@ class AutoEPMoELayer(torch.nn.Module):
                 )
             self.ep_group = groups._get_expert_parallel_group(name)
             copies = groups._get_expert_data_parallel_group(name)
-        if self.ep_size == 1:
+        if self.ep_size == 1 and self.folding is None:
             return
         rank = dist.get_rank(self.ep_group)
         if rank != self.ep_rank:
@@ -236,6 +248,9 @@ class AutoEPMoELayer(torch.nn.Module):
         rows = (self.ep_rank * self.num_local_experts, self.num_experts)
         for param in self.experts.parameters():
             param.ds_ranks = ParamRanks(f"experts.{name}", ranks, copies, rows=rows)
+        if self.folding is not None:
+            for param in self.router.parameters():
+                mark_autoep_folding_router_parameter(param)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def forward(self, hidden_states):
@@ -278,7 +293,22 @@ class AutoEPMoELayer(torch.nn.Module):
         return made
 
     def _through_experts(self, tokens, routes, scores, beside):
-        sources, slots, run = exchange_of(self, routes.plan)
+        if self.folding is None:
+            return self._through_planned(tokens, routes.plan, scores, beside)
+        group, size = self.folding.tp_group, self.folding.spec.tp_size
+        payload = payload_of_choices(routes.experts, scores, routes.locations())
+        if self.checks_folding:
+            with named(self.layer_name):
+                assert_tp_payload_consistent(payload, tp_group=group, tp_size=size)
+        rank = dist.get_rank(group)
+        own, context = partition_assignments(payload, tp_group=group, tp_rank=rank, tp_size=size)
+        plan, scores = choices_of(own, routes.experts.shape, self.num_experts)
+        tokens = shared_by_ranks(tokens, group)
+        combined = self._through_planned(tokens, plan, scores, beside)
+        return restore_combined(combined, context, tp_group=group, validate_coverage=self.checks_folding)
+
+    def _through_planned(self, tokens, plan, scores, beside):
+        sources, slots, run = exchange_of(self, plan)
         rows = dispatch_rows(tokens, sources, slots)
         if self.score_apply == "pre":
             rows = apply_scores_before_experts_if_enabled(rows, scores.reshape(-1)[sources.long()], "pre")

@@ -6,6 +6,7 @@ import functools
 import torch
 from torch import nn
 
+_WHOLE = "ds_keep_whole"  # the attribute of a module that stays as it is
 _MANY = 2**22  # elements of a parameter outside of linear layers that get numbers of their own, at most
 
 
@@ -14,10 +15,19 @@ class NotAnalysed(Exception):
 
 
 def is_linear(module):
-    """Whether a module multiplies by a matrix and adds a bias: ``torch.nn.Linear`` or the ``Conv1D`` of GPT-2."""
+    """Whether a module multiplies by a matrix and adds a bias: ``torch.nn.Linear`` or the ``Conv1D`` of GPT-2, and
+    nobody has said that it stays whole (``keep_whole``)."""
+    if getattr(module, _WHOLE, False):
+        return False
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward or _computes_linear(type(module))
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def keep_whole(module):
+    """Says of a module, and of all in it, that none of it is cut: the ranks share it in another way."""
+    for one in module.modules():
+        setattr(one, _WHOLE, True)
 
 
 @functools.lru_cache(256)

@@ -29,13 +29,18 @@ def _get_expert_parallel_ranks(
     return grid.lists(["experts.ep"]), grid.lists(["experts.edp"])
 
 
-def _grid(world_size, tensor_size, expert_size, pipeline_size, data_before_expert):
-    """Data-parallel ranks, ``dp``, folded into ``experts.ep`` and ``experts.edp``."""
+def _grid(world_size, tensor_size, expert_size, pipeline_size, data_before_expert, folded=("dp",)):
+    """The axes ``folded`` of a job's grid, folded into ``experts.ep`` and ``experts.edp``."""
     pipe, tensor = (pipeline_size, "pipeline_parallel_size"), (tensor_size, "tensor_parallel_size")
     grid = job_grid(world_size, pp=pipe, tp=tensor)
     axes = [("edp", 0, ""), ("ep", expert_size, "expert_parallel_size")]
-    grid.fold("experts", ["dp"], axes[::-1] if data_before_expert else axes)
+    grid.fold("experts", list(folded), axes[::-1] if data_before_expert else axes)
     return grid
+
+
+def folded_grid(spec):
+    """The grid of a ``ParallelFoldingSpec``: the ranks of a stage, data- and tensor-parallel ones, share experts."""
+    return _grid(spec.world_size, spec.tp_size, spec.ep_size, spec.pp_size, False, ("dp", "tp"))
 
 
 def _create_expert_and_data_parallel(
@@ -50,15 +55,35 @@ def _create_expert_and_data_parallel(
 
     mp_size: ranks that split single weights among them (None: none do), pp_size: pipeline stages. mp_mode "tp":
     those ranks split the experts, too; "sp": they split sequences and hold experts of their own.
-    use_data_before_expert_parallel_: holders of the same experts are neighbours.
+    use_data_before_expert_parallel_: holders of the same experts are neighbours. folding_spec: a
+    ``ParallelFoldingSpec`` (``deepspeed.module_inject.auto_ep_folding``); then all ranks of a stage share the experts.
+    ValueError where another argument or the job contradicts it.
     """
-    if folding_spec is not None:
-        raise NotImplementedError("folding_spec belongs to AutoEP on tensor-parallel ranks, not built; leave it out")
     if mp_mode not in ("tp", "sp"):
         raise ValueError(f"mp_mode is 'tp' or 'sp', not {mp_mode!r}")
-    tensor_size = 1 if mp_size is None or mp_mode == "sp" else mp_size
-    _make(expert_parallel_size_, tensor_size, pp_size, use_data_before_expert_parallel_)
+    if folding_spec is not None:
+        _check_spec(folding_spec, expert_parallel_size_, mp_size, pp_size)
+        if use_data_before_expert_parallel_:
+            raise ValueError("use_data_before_expert_parallel_ is true, and with a folding_spec holders of different "
+                             "experts are neighbours: leave one of them out")
+        _make(expert_parallel_size_, folded_grid(folding_spec))
+    else:
+        tensor_size = 1 if mp_size is None or mp_mode == "sp" else mp_size
+        sizes = tensor_size, expert_parallel_size_, 1 if pp_size is None else pp_size
+        _make(expert_parallel_size_, _grid(dist.get_world_size(), *sizes, use_data_before_expert_parallel_))
     _state["model_parallel_size"] = 1
+
+
+def _check_spec(spec, expert_size, tensor_size, pipeline_size):
+    given = {
+        "expert_parallel_size_": (expert_size, spec.ep_size),
+        "mp_size": (tensor_size, spec.tp_size),
+        "pp_size": (pipeline_size, spec.pp_size),
+        "the number of ranks": (dist.get_world_size(), spec.world_size),
+    }
+    for name, (size, wanted) in given.items():
+        if size is not None and size != wanted:
+            raise ValueError(f"{name} is {size}, and folding_spec says {wanted}: make them equal")
 
 
 def _create_expert_data_and_model_parallel(expert_parallel_size_, mpu, use_data_before_expert_parallel_=False):
@@ -67,14 +92,13 @@ def _create_expert_data_and_model_parallel(expert_parallel_size_, mpu, use_data_
     if tensor_size is None:
         raise ValueError("the mpu has neither get_tensor_model_parallel_world_size nor get_model_parallel_world_size")
     pipeline = views.ask_mpu(mpu, "world_size", ("pipeline_model",))
-    _make(expert_parallel_size_, tensor_size, pipeline, use_data_before_expert_parallel_)
+    sizes = tensor_size, expert_parallel_size_, 1 if pipeline is None else pipeline
+    _make(expert_parallel_size_, _grid(dist.get_world_size(), *sizes, use_data_before_expert_parallel_))
     _state["model_parallel_size"] = tensor_size
 
 
-def _make(expert_size, tensor_size, pipeline_size, data_before_expert):
-    name = f"ep_size_{expert_size}"
-    pipeline_size = 1 if pipeline_size is None else pipeline_size
-    mesh = views.numbered(_grid(dist.get_world_size(), tensor_size, expert_size, pipeline_size, data_before_expert))
+def _make(expert_size, grid):
+    name, mesh = f"ep_size_{expert_size}", views.numbered(grid)
     views.make((_EXPERT, name), mesh, ["experts.ep"])
     views.make((_COPIES, name), mesh, ["experts.edp"])
 

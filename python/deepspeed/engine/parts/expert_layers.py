@@ -10,7 +10,14 @@ from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.log import log_dist, logger
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
+from deepspeed.module_inject.auto_ep_folding import (
+    assert_group_matches_spec,
+    build_folding_spec,
+    make_folding_groups,
+    sum_partial_gradients,
+)
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.block_twin import keep_whole
 from deepspeed.moe.errors import MoEError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.replaced import replace_in_optimizer, trained_instead
@@ -22,6 +29,33 @@ from deepspeed.utils import groups
 @engine_parts.add("_experts")
 class ExpertLayers(Part):
     """A part of the engine. ``layers``: name in the model -> layer, in the order of ``named_modules()``."""
+
+    folding = None  # the FoldingGroupHandles where tensor-parallel ranks share the experts of an unchanged model
+
+    def keep_from_cut(self):
+        """Says of routers and experts that tensor parallelism leaves them whole; before it cuts the model."""
+        engine = self.engine
+        if engine._config.expert_parallel_config.enabled:
+            config = self._checked_config()
+            for spec in AutoEP(engine.module, config).ep_parser():
+                layer = engine.module.get_submodule(spec.moe_module_name)
+                for name in (spec.router_name, spec.experts_name):
+                    keep_whole(getattr(layer, name))
+
+    def _checked_config(self):
+        """The section ``expert_parallel``, which the ranks of the engine fit."""
+        engine = self.engine
+        config = parse_autoep_config(engine._config._param_dict)
+        stages = engine.parallel.grid.pipe_parallel_size if isinstance(engine.module, PipelineModule) else 1
+        validate_autoep_config(
+            config,
+            engine.world_size,
+            stages,
+            engine.mp_world_size,
+            engine.sequence_parallel_size,
+            use_data_before_expert_parallel=engine._config.use_data_before_expert_parallel_,
+        )
+        return config
 
     def find(self, model_parameters):
         """Every rank calls it, before parameters find their ranks: layers learn their names and make their groups.
@@ -38,15 +72,24 @@ class ExpertLayers(Part):
     def _replace_layers(self):
         """The section ``expert_parallel``: layers with experts of an unchanged model make room for ones whose experts
         several ranks share."""
-        engine = self.engine
-        config = parse_autoep_config(engine._config._param_dict)
-        stages = engine.parallel.grid.pipe_parallel_size if isinstance(engine.module, PipelineModule) else 1
-        validate_autoep_config(config, engine.world_size, stages, engine.mp_world_size, engine.sequence_parallel_size)
+        engine, config = self.engine, self._checked_config()
         before_experts, size = engine._config.use_data_before_expert_parallel_, config.autoep_size
-        if f"ep_size_{size}" not in groups._get_expert_parallel_group_dict():
+        if engine.mp_world_size > 1:
+            self.folding = self._fold(size)
+        elif f"ep_size_{size}" not in groups._get_expert_parallel_group_dict():
             groups._create_expert_and_data_parallel(size, use_data_before_expert_parallel_=before_experts)
         found = AutoEP(engine.module, config)
         found.replace_moe_layers(found.ep_parser(), size, groups._get_expert_parallel_rank(f"ep_size_{size}"))
+
+    def _fold(self, size):
+        """Makes the groups of ``size`` ranks that share experts, tensor-parallel ones among them."""
+        parallel = self.engine.parallel
+        spec = build_folding_spec(
+            world_size=parallel.world_size, pp_size=1, tp_size=parallel.mp_world_size, ep_size=size
+        )
+        for kind, group in (("tp", parallel.mp_group), ("dense_dp", parallel.dp_group)):
+            assert_group_matches_spec([dist.get_all_ranks_from_group(group)], spec, group_kind=kind)
+        return make_folding_groups(spec)
 
     def _connect(self):
         engine = self.engine
@@ -68,13 +111,17 @@ class ExpertLayers(Part):
             self._idle[name] = torch.zeros(layer.num_experts, dtype=torch.int64)
             layer.stages = self._stages(name) if pipeline else None
             try:
-                layer.set_deepspeed_parallelism(engine._config.use_data_before_expert_parallel_)
+                folded = {} if self.folding is None else {"folding_group_handles": self.folding}
+                folded = folded if isinstance(layer, AutoEPMoELayer) else {}
+                layer.set_deepspeed_parallelism(engine._config.use_data_before_expert_parallel_, **folded)
             except ValueError as e:
                 raise MoEError(
                     f"MoE layer '{name}' shares its {layer.num_experts} experts among ep_size={layer.ep_size} ranks; "
                     f"this job has {engine.world_size} ranks, {engine.dp_world_size} of them data-parallel: {e}"
                 ) from e
             self._check_copies(name, layer)
+        if self.folding is not None:
+            sum_partial_gradients(engine.module.named_parameters(), self.folding.spec, self.folding.tp_group)
 
     def _add_losses(self):
         """Layers of a pipeline hand no loss on: its gradient is added where it is made, with the loss's factors."""

@@ -1,7 +1,5 @@
 """Tensor parallelism: the layers of an engine's model that ranks share, and the batches that these ranks get."""
 
-import torch
-
 from deepspeed import comm as dist
 from deepspeed.config.errors import config_error
 from deepspeed.config.inference import as_dtype
@@ -9,6 +7,7 @@ from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import log_dist
 from deepspeed.module_inject.tp_model import cut_over
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.utils.rank_differences import first_difference
 
 _CHECKED = 3  # batches after the start whose equality is checked
 
@@ -33,6 +32,7 @@ class TensorParallel(Part):
                 ["tensor_parallel.autotp_size"],
             )
         self._check(section)
+        engine._experts.keep_from_cut()
         cut_over(engine.module, parallel.mp_group, section)
         log_dist(
             f"Tensor parallelism: {self.ranks} ranks have the same batch, so a step has "
@@ -83,24 +83,12 @@ class TensorParallel(Part):
 
 def check_same(args, kwargs, group):
     """Raises RuntimeError on every rank of ``group`` where they call the model with different tensors."""
-    named = [*((f"argument {index}", one) for index, one in enumerate(args)), *kwargs.items()]
-    own = [(name, tuple(one.shape), _digest(one)) for name, one in named if isinstance(one, torch.Tensor)]
-    everyones = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, own, group=group)
-    for rank, theirs in enumerate(everyones):
-        for first, other in zip(everyones[0], theirs):
-            if first != other:
-                ranks = dist.get_all_ranks_from_group(group)
-                raise RuntimeError(
-                    f"Data inconsistency within the TP group: tensor '{first[0]}' of rank {ranks[rank]} "
-                    f"(shape {list(other[1])}) differs from that of rank {ranks[0]} (shape {list(first[1])}). "
-                    f"Ranks that share layers (tensor_parallel.autotp_size is {len(ranks)}, these are {ranks}) need "
-                    "the same batch: give the sampler engine.dp_world_size replicas and the data-parallel rank"
-                )
-
-
-def _digest(tensor):
-    """Two numbers that differ for most pairs of different tensors."""
-    values = tensor.detach().double().flatten()
-    weights = torch.arange(1, values.numel() + 1, dtype=values.dtype, device=values.device)
-    return float(values.sum()), float((values * weights.sin()).sum())
+    found = first_difference([*((f"argument {index}", one) for index, one in enumerate(args)), *kwargs.items()], group)
+    if found is not None:
+        (name, rank, shape, first, wanted), ranks = found, dist.get_all_ranks_from_group(group)
+        raise RuntimeError(
+            f"Data inconsistency within the TP group: tensor '{name}' of rank {rank} (shape {shape}) differs from that "
+            f"of rank {first} (shape {wanted}). Ranks that share layers (tensor_parallel.autotp_size is {len(ranks)}, "
+            f"these are {ranks}) need the same batch: give the sampler engine.dp_world_size replicas and the "
+            "data-parallel rank"
+        )
