@@ -1,35 +1,53 @@
 """Experts of an unchanged model that ranks share beside layers that they cut (``expert_parallel`` with
 ``tensor_parallel.autotp_size``): against the same model in one process."""
 
-import os
+import functools
 
-import pytest
 import torch
 
-from auto_ep_runs import config, steps_of, train_one
+from auto_ep_runs import config, follows, train_one
 from folded_models import folded_model_of
 from harness import run_ranks
 from runs import engine_of
+from sampling import every_case
+
+SGD = {"lr": 0.05, "momentum": 0.9}
+MODELS = [("mixtral", "listed"), ("qwen2_moe", "stacked"), ("deepseek_v3", "stacked"), ("deepseek_v2", "listed")]
+train_folded = functools.partial(train_one, make=folded_model_of)
 
 
 def folded(world, stage, ep_size, **more):
-    more = {"tensor_parallel": {"autotp_size": 2}, **more}
-    return config(world, stage, ep_size, **more)
+    """Two ranks cut the dense layers."""
+    return config(world, stage, ep_size, **{"tensor_parallel": {"autotp_size": 2}, **more})
 
 
+# ---- training --------------------------------------------------------------------------------------------------------
 def training_body(rank, world, cases, expected):
     for family, form, stage, ep_size, more in cases:
+        more = {"optimizer": {"type": "SGD", "params": SGD}, **more}
         engine = engine_of(folded_model_of(family, form), folded(world, stage, ep_size, **more))
-        losses, params = expected[family, form]
-        data = engine.parallel.dp_rank
-        own = steps_of(engine, data, len(losses))
-        print(rank, family, form, stage, ep_size, own, [step[data] for step in losses], flush=True)
-        assert own == pytest.approx([step[data] for step in losses], abs=3e-6), (family, form, stage, ep_size)
+        case = family, form, stage, ep_size
+        follows(engine, engine.parallel.dp_rank, expected[family, form], case, make=folded_model_of)
+        figures = engine.moe_statistics().values()
+        assert all(sum(one["tokens_per_expert"]) == 2 * 8 * world // 2 for one in figures), case
         engine.destroy()
 
 
-def test_try():
-    world = int(os.environ["W"])
-    cases = [("mixtral", "listed", s, e, {}) for s in (0, 1, 2, 3) for e in ([2, 1, 4] if world == 4 else [2, 1])]
-    expected = {case[:2]: train_one(case[0], world // 2, 3, make=folded_model_of, form=case[1]) for case in cases}
+def trained_as_in_one_process(world, cases):
+    sgd = functools.partial(torch.optim.SGD, **SGD)
+    expected = {case[:2]: train_folded(case[0], world // 2, 3, optimizer=sgd, form=case[1]) for case in cases}
     run_ranks(world, training_body, cases, expected, init=True)
+
+
+def test_two_ranks_that_cut_the_dense_layers_share_the_experts():
+    checks = {"expert_parallel": {"enabled": True, "autoep_size": 2, "validate_folding_routing": True}}
+    cases = [(*MODELS[0], 0, 1, {}), (*MODELS[1], 1, 2, checks), (*MODELS[2], 2, 2, {}), (*MODELS[3], 3, 1, {})]
+    cases += [(*model, stage, size, {}) for model in MODELS for stage in range(4) for size in (1, 2)] * every_case()
+    trained_as_in_one_process(2, cases)
+
+
+def test_four_ranks_share_more_experts_than_there_are_data_parallel_ranks():
+    chunks = {"moe": {"overlap_chunks": 2}}
+    cases = [(*MODELS[0], 1, 4, {}), (*MODELS[1], 0, 2, chunks), (*MODELS[2], 3, 4, {}), (*MODELS[3], 2, 2, {})]
+    cases += [(*model, stage, size, {}) for model in MODELS for stage in range(4) for size in (1, 2, 4)] * every_case()
+    trained_as_in_one_process(4, cases)
