@@ -3,12 +3,15 @@
 
 import functools
 
+import deepspeed
 import torch
 
-from auto_ep_runs import config, follows, train_one
+from auto_ep_runs import check, config, follows, steps_of, train_one
+from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from folded_models import folded_model_of
 from harness import run_ranks
-from runs import engine_of
+from runs import engine_of, load_into
 from sampling import every_case
 
 SGD = {"lr": 0.05, "momentum": 0.9}
@@ -51,3 +54,43 @@ def test_four_ranks_share_more_experts_than_there_are_data_parallel_ranks():
     cases = [(*MODELS[0], 1, 4, {}), (*MODELS[1], 0, 2, chunks), (*MODELS[2], 3, 4, {}), (*MODELS[3], 2, 2, {})]
     cases += [(*model, stage, size, {}) for model in MODELS for stage in range(4) for size in (1, 2, 4)] * every_case()
     trained_as_in_one_process(4, cases)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def checkpoint_body(rank, world, folder, expected, way):
+    family = "deepseek_v3"
+    first, others = way
+
+    def engine_at(stage, ep_size, tensor):
+        settings = folded(world, stage, ep_size, tensor_parallel={"autotp_size": tensor}, train_batch_size=4 * world // tensor)
+        return engine_of(folded_model_of(family), settings)
+
+    print("x", first, flush=True)
+    engine = engine_at(*first)
+    steps_of(engine, engine.parallel.dp_rank // (2 // (first[2] if first[2] < 2 else 2)), 2)
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder, "whole.bin")
+    for case in others:
+        engine = engine_at(*case)
+        with torch.no_grad():
+            engine.module.model.layers[1].mlp.expert_bias.zero_()
+        load_into(engine, folder)
+        check(engine, 0, expected[1], folded_model_of)
+        print("loaded", case, flush=True)
+        engine.destroy()
+
+
+def test_try(tmp_path):
+    expected = train_folded("deepseek_v3", 2, 2)
+    way = (1, 4, 2), [(1, 4, 2), (3, 2, 2), (0, 1, 2)]
+    run_ranks(4, checkpoint_body, str(tmp_path), expected, way, init=True)
+    print(*sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*.pt")), sep="\n")
+    whole = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    model = folded_model_of("deepseek_v3")
+    specs = AutoEP(model, AutoEPConfig(enabled=True)).ep_parser()
+    for state in (whole, torch.load(tmp_path / "whole.bin")):
+        found = source_state_dict(state, specs)
+        assert set(found) == set(expected[1])
+        for name, value in expected[1].items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=5e-6)
+        model.load_state_dict(found)

@@ -52,7 +52,8 @@ def open_saved(
             return NativeState(folder, mp_rank, dp_rank)
         if names.is_universal(folder):
             return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes, cuts)
-        shards = _shards(folder, mp_rank, dp_rank)
+        shards_of = functools.lru_cache(maxsize=None)(lambda of: _shards(folder, of, dp_rank))
+        shards = shards_of(mp_rank)
         by_rank = [names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank) for rank in (dp_rank, 0)]
         found = list(filter(os.path.exists, by_rank))
         path = found[0] if found else names.MODEL_STATES.path(folder, mp_rank=mp_rank)
@@ -65,7 +66,7 @@ def open_saved(
             optimizer = model.get("optimizer") if with_optimizer else None
             saved = _open_plain(folder, mp_rank, model, group_names, shapes or {}, optimizer)
         saved.model_path = path
-        return with_named(saved, folder, mp_rank, shards, experts)
+        return with_named(saved, folder, mp_rank, shards_of, experts)
 
 
 @contextlib.contextmanager

@@ -44,8 +44,8 @@ def _in_rows(runs, shape, strides):
 
 
 class NamedState(ByName):
-    """``table``: name -> what is known of a parameter (``joined_tables``); ``part(rank)``: what that rank has saved
-    (``OwnedStates.by_name``), asked for when it is needed. ``optimizer``: without ZeRO, what is saved once:
+    """``table``: name -> what is known of a parameter (``joined_tables``); ``part(rank)``: what the rank, one of the
+    entry's, has saved (``OwnedStates.by_name``), asked for when it is needed. ``optimizer``: without ZeRO, what is saved once:
     ``param_groups`` and values of the optimizer as a whole."""
 
     masters_only = True
@@ -106,25 +106,43 @@ def expert_weights(folder, mp_rank, numbers, listed):
     return {key: value for name in sorted(files) for key, value in weights_in(folder, name, "an expert").items()}
 
 
-def with_named(saved, folder, mp_rank, shards=None, experts=None):
-    """``saved`` with what lies beside it in files of experts and by name; itself where there is neither. ``shards``:
-    optimizer states of the ranks, with ZeRO. ``experts``: numbers of those whose weights are wanted."""
+def with_named(saved, folder, mp_rank, shards_of, experts=None):
+    """``saved`` with what lies beside it in files of experts and by name; itself where there is neither.
+    ``shards_of(mp_rank)``: the optimizer states of the ranks, with ZeRO, or None. ``experts``: numbers of those whose
+    weights are wanted."""
     about = saved.model.get(names.PARAMS_BY_RANK) or {}
     weights = expert_weights(folder, mp_rank, experts, about.get("experts") or ())
-    table = about.get("table") or {}
+    table = _numbered(about.get("table"), mp_rank)
+    for number, other in (about.get("beside") or {}).items():  # parts that other model-parallel ranks have
+        for name, entry in _numbered(other, int(number)).items():
+            own = table.setdefault(name, {**entry, "ranks": []})
+            own["ranks"] = own["ranks"] + entry["ranks"]
+            own["kinds"] = list(dict.fromkeys([*own["kinds"], *entry["kinds"]]))
 
     @functools.lru_cache(maxsize=None)
-    def alone(number):
-        path = names.EXPERT_OPTIM_STATES.path(folder, expp_rank=number, mp_rank=mp_rank)
+    def alone(place):
+        path = names.EXPERT_OPTIM_STATES.path(folder, expp_rank=place[1], mp_rank=place[0])
         return storage.read(path, lazy=True)["optimizer"]
 
-    if table and shards is not None:
-        states = [saved, NamedState(table, lambda rank: _own_of(shards[rank], shards.path(dp_rank=rank)))]
+    def of_rank(place):
+        shards = shards_of(place[0])
+        return _own_of(shards[place[1]], shards.path(dp_rank=place[1]))
+
+    if table and shards_of(mp_rank) is not None:
+        states = [saved, NamedState(table, of_rank)]
     elif table:
-        states = [saved, NamedState(table, lambda rank: _own_of(alone(rank), folder), alone(0))]
+        states = [saved, NamedState(table, lambda place: _own_of(alone(place), folder), alone((mp_rank, 0)))]
     else:
         states = [saved]
     return Joined(states, saved.model, weights) if table or weights else saved
+
+
+def _numbered(table, mp_rank):
+    """``table`` with ``(mp_rank, rank)`` in place of the numbers of ranks."""
+    return {
+        name: {**about, "ranks": [(mp_rank, rank) for rank in about["ranks"]]}
+        for name, about in (table or {}).items()
+    }
 
 
 def _own_of(state, path):

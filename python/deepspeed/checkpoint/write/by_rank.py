@@ -1,6 +1,8 @@
 """Checkpoints of models whose ranks do not all have the same parameters: experts, and others with ranks of their own.
 Files of experts' weights; without ZeRO optimizer states by name; the table of the ranks that have each parameter."""
 
+import itertools
+
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.write.ranks import Ranks
@@ -14,6 +16,17 @@ from deepspeed.zero.states.named_states import OWN_PARAMS, joined_tables, table_
 def saves(run, copies):
     """Whether this rank is the one that saves what the ranks of the group ``copies`` have alike (None: all)."""
     return run.ranks.dp_rank == 0 if copies is None else dist.get_rank(copies) == 0
+
+
+def _wide_names(run):
+    """Names of the trained parameters that other model-parallel ranks hold parts of, too: the ranks that train one are
+    not all of this rank's data-parallel group."""
+    known = set(run.ranks.dp_ranks)
+    return {
+        name
+        for name, param in run.trained()
+        if ranks_of(param) is not None and not known.issuperset(itertools.chain(*ranks_of(param).lists().values()))
+    }
 
 
 class PartsByRank:
@@ -57,14 +70,25 @@ class PartsByRank:
         (experts, states), error = made or ({}, None), error or failed
         mp_rank = run.ranks.mp_rank
         own = [mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers]
-        told = ranks.agree(error, "nothing is saved", own, own=True)
-        told = sorted((part for part in told if part[0] == mp_rank), key=lambda part: part[1])
+        everyones = ranks.agree(error, "nothing is saved", own, own=True)
         with_zero = run.policy.saved.optimizer_by_rank
-        writers = {dp_rank: table for _, dp_rank, table, *_ in told if table or with_zero}
+        told, tables = {}, {}  # by model-parallel rank
+        for part in sorted(everyones, key=lambda part: part[1]):
+            told.setdefault(part[0], []).append(part)
+        for number, parts in told.items():
+            tables[number] = {dp_rank: table for _, dp_rank, table, *_ in parts if table or with_zero}
+        told, writers = told[mp_rank], tables.pop(mp_rank)
         self.described = {
             "table": joined_tables(list(writers.values())),
             "experts": sorted({name for *_, files, _ in told for name in files if "_expert_" in name}),
         }
+        beside = {number: joined_tables(list(found.values())) for number, found in tables.items()}
+        wide = _wide_names(run) if self._layers is None else set()
+        if wide:
+            self.described["beside"] = {
+                number: {name: about for name, about in table.items() if name in wide}
+                for number, table in sorted(beside.items())
+            }
         if self._layers is not None:
             paths, slices = self._layers.paths, self._layers.slices
             written = {name for *_, files, _ in told for name in files}

@@ -22,6 +22,13 @@ class ParamRanks:
     def __init__(self, rule, groups, copies, rows=None):
         self.rule, self.groups, self.copies, self.rows = rule, groups, copies, rows
 
+    def lists(self):
+        """``{axis: ranks}``, this rank's list along each axis."""
+        return {
+            axis: group if isinstance(group, list) else dist.get_all_ranks_from_group(group)
+            for axis, group in self.groups.items()
+        }
+
 
 def ranks_of(param):
     """The ``ParamRanks`` of a parameter; None for one that all data-parallel ranks train."""
@@ -33,10 +40,7 @@ def folds_of(params):
     rule."""
     found = {}
     for ranks in filter(None, map(ranks_of, params)):
-        lists = {
-            axis: group if isinstance(group, list) else dist.get_all_ranks_from_group(group)
-            for axis, group in ranks.groups.items()
-        }
+        lists = ranks.lists()
         if found.setdefault(ranks.rule, lists) != lists:
             raise ValueError(f"two parameters mean different ranks by the rule {ranks.rule!r} in their ds_ranks")
     return found
