@@ -3,12 +3,12 @@
 
 import functools
 
-import deepspeed
 import torch
 
 from auto_ep_runs import check, config, follows, steps_of, train_one
 from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from folded_models import folded_model_of
 from harness import run_ranks
 from runs import engine_of, load_into
@@ -57,40 +57,46 @@ def test_four_ranks_share_more_experts_than_there_are_data_parallel_ranks():
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-def checkpoint_body(rank, world, folder, expected, way):
-    family = "deepseek_v3"
-    first, others = way
+FAMILY = "deepseek_v3"
 
-    def engine_at(stage, ep_size, tensor):
-        settings = folded(world, stage, ep_size, tensor_parallel={"autotp_size": tensor}, train_batch_size=4 * world // tensor)
-        return engine_of(folded_model_of(family), settings)
 
-    print("x", first, flush=True)
-    engine = engine_at(*first)
-    steps_of(engine, engine.parallel.dp_rank // (2 // (first[2] if first[2] < 2 else 2)), 2)
-    engine.save_checkpoint(folder)
-    engine.save_16bit_model(folder, "whole.bin")
-    for case in others:
-        engine = engine_at(*case)
-        with torch.no_grad():
-            engine.module.model.layers[1].mlp.expert_bias.zero_()
-        load_into(engine, folder)
-        check(engine, 0, expected[1], folded_model_of)
-        print("loaded", case, flush=True)
+def engine_at(world, stage, ep_size, tensor, **more):
+    """An engine whose data-parallel ranks have 4 samples in all."""
+    gather = {"gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    more = {"tensor_parallel": {"autotp_size": tensor}, "train_batch_size": 4 * tensor, "zero": gather, **more}
+    return engine_of(folded_model_of(FAMILY), config(world, stage, ep_size, **more))
+
+
+def checkpoint_body(rank, world, folder, expected, ways):
+    for number, (first, *others) in enumerate(ways):
+        engine = engine_at(world, *first)
+        steps_of(engine, engine.parallel.dp_rank, 2)
+        engine.save_checkpoint(f"{folder}/{number}")
+        engine.save_16bit_model(f"{folder}/{number}", "whole.bin")
         engine.destroy()
+        for case in others:
+            engine = engine_at(world, *case)
+            with torch.no_grad():
+                engine.module.model.layers[1].mlp.expert_bias.zero_()
+            load_into(engine, f"{folder}/{number}")
+            check(engine, rank, expected, folded_model_of)
+            engine.destroy()
 
 
-def test_try(tmp_path):
-    expected = train_folded("deepseek_v3", 2, 2)
-    way = (1, 4, 2), [(1, 4, 2), (3, 2, 2), (0, 1, 2)]
-    run_ranks(4, checkpoint_body, str(tmp_path), expected, way, init=True)
-    print(*sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*.pt")), sep="\n")
-    whole = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    model = folded_model_of("deepseek_v3")
+def test_checkpoints_load_at_any_degree_and_become_files_of_the_unchanged_model(tmp_path):
+    expected = train_folded(FAMILY, 2, 2)[1]
+    ways = [
+        [(1, 4, 2), (3, 2, 2), (0, 2, 1), (2, 1, 2)],
+        [(0, 2, 2), (0, 2, 2), (1, 4, 4), (3, 4, 1)],
+        [(3, 4, 2), (3, 4, 2), (1, 1, 1)],
+    ]
+    run_ranks(4, checkpoint_body, str(tmp_path), expected, ways, init=True)
+    model = folded_model_of(FAMILY)
     specs = AutoEP(model, AutoEPConfig(enabled=True)).ep_parser()
-    for state in (whole, torch.load(tmp_path / "whole.bin")):
+    states = [torch.load(tmp_path / str(number) / "whole.bin") for number in range(len(ways))]
+    states += [get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / str(number))) for number in (0, 2)]
+    for state in states:
         found = source_state_dict(state, specs)
-        assert set(found) == set(expected[1])
-        for name, value in expected[1].items():
+        assert set(found) == set(expected)
+        for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=5e-6)
-        model.load_state_dict(found)

@@ -276,7 +276,12 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
             "together: convert it with ds_to_universal, which takes rules for that, or save the weights from the run "
             "with save_16bit_model"
         )
-    found = [_weights_of(folder, *own, experts, exclude_frozen_parameters) for own in of_ranks]
+    parsed = [_parse_optim_files(own, folder) for own, _ in of_ranks]
+    named = _named_weights([part for *_, parts in parsed for part in parts])
+    found = [
+        _weights_of(folder, *optims, named, models, experts, exclude_frozen_parameters)
+        for optims, (_, models) in zip(parsed, of_ranks)
+    ]
     return join_weights(found, tables or {}, folder)
 
 
@@ -305,9 +310,8 @@ def _layer_files(folder, model_file):
     }
 
 
-def _weights_of(folder, optim_files, files, experts, exclude_frozen_parameters):
-    """As ``_weights``, of one stage."""
-    stage, ranks, flats, named = _parse_optim_files(optim_files, folder)
+def _weights_of(folder, stage, ranks, flats, parts, named, files, experts, exclude_frozen_parameters):
+    """As ``_weights``, of one stage. ``named``: what ranks of all stages have by name."""
     print(f"Detected checkpoint of type zero stage {stage}, world_size: {ranks}")
     if stage == 3:
         _raise_if_autoep_zero3_partitioned_checkpoint(files)
@@ -320,7 +324,8 @@ def _weights_of(folder, optim_files, files, experts, exclude_frozen_parameters):
     if not exclude_frozen_parameters:
         found.update(_frozen(states, stage))
     merge = _sliced_weights if stage == 3 else _flat_weights
-    trained = {**merge(first.param_shapes, ranks, flats), **_named_weights(named)}
+    own = {name for part in parts if part for name in part["parameters"]}
+    trained = {**merge(first.param_shapes, ranks, flats), **{name: named[name] for name in own}}
     found.update(trained)
     buffers = set(load(files[0], lazy=True)["buffer_names"])
     for state in [*(load(path, lazy=True) for path in experts), _layer_files(folder, files[0])]:
