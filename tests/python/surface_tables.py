@@ -45,10 +45,6 @@ LATER = {
         "deepspeed.runtime.engine:DeepSpeedEngine.register_compile_pass",
         "deepspeed.runtime.engine:DeepSpeedEngine.uses_parallelization_pass_only",
     ],
-    "mixture of experts": [
-        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.configure_autoep_folding_tp_gradient_reduction",
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.configure_autoep_folding_tp_gradient_reduction",
-    ],
     "mixture of quantization and eigenvalues": [
         "deepspeed.runtime.engine:DeepSpeedEngine.quantize_training",
         "deepspeed.runtime.engine:_eigenvalue_summary_events",

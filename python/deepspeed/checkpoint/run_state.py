@@ -74,6 +74,8 @@ class RunState:
     loaded_values:     values of the run itself that the last load gave to the caller.
     memo:              a dict in which one save leaves facts for the next one of the same run.
 
+    optimizer_facts:   what files of optimizer states say of the ranks, by key.
+
     Four values are made late, by functions, since they may be large and since all ranks must learn of an error:
     module_state:      ``module_state(keep_vars=, exclude_frozen_parameters=)`` gives the module's state dict.
     optimizer_state:   ``optimizer_state()`` gives the optimizer's, as files of torch.save hold it; or None.
@@ -104,6 +106,7 @@ class RunState:
     optimizer_state: Optional[Callable] = None
     position: Callable = lambda: None
     tensor_facts: Callable = dict
+    optimizer_facts: dict = dataclasses.field(default_factory=dict)
 
     def trained(self):
         """``[(name, parameter)]`` of all groups, end to end."""

@@ -55,6 +55,7 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
             "optimizer_state_dict": run.optimizer_state(),
             "ds_config": run.ds_config,
             "ds_version": __version__,
+            **run.optimizer_facts,
         }
     found[names.RUN_STATES(rank=run.ranks.rank)] = lambda: run_states(run)
     return {**found, **parts.files}

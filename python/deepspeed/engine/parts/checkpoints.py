@@ -22,6 +22,7 @@ from deepspeed.comm.mesh_views import PIPELINE, ask_mpu
 from deepspeed.config.secrets import shown
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.members import engine_parts, member, run_hooks
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.universal_info import collect_autotp_universal_checkpoint_info
 from deepspeed.optim.schedule_values import rehearse
 from deepspeed.utils.param_cut import cut_of
@@ -128,6 +129,7 @@ class Checkpoints:
             memo=self.memo,
             position=self._position,
             tensor_facts=self._tensor_facts,
+            optimizer_facts=engine._experts.folding_facts(),
         )
 
     def after_step(self):
@@ -355,13 +357,9 @@ class Checkpoints:
         old_moe_load: files are ``expert_E_mp_rank_RR_model_states.pt``; no model is needed, but ``num_experts`` (all,
         or a list of them, whose largest counts). mpu: says which model-parallel rank's files; ``checkpoint_mp_rank``
         goes before it. checkpoint_engine: its ``load`` reads files. autoep_layers: ``ds_autoep_layers`` of the model
-        file: the numbers of experts are compared with those of ``model``. folding_spec: None, or one without
-        tensor parallelism.
+        file: the numbers of experts are compared with those of ``model``. folding_spec: a ``ParallelFoldingSpec``,
+        whose ``ep_size`` is compared with that of the layers.
         """
-        if getattr(folding_spec, "tp_size", 1) > 1:
-            raise NotImplementedError(
-                f"folding_spec: tp_size={folding_spec.tp_size} (AutoEP on tensor-parallel ranks) is not built"
-            )
         mp_rank = mpu.get_model_parallel_rank() if mpu is not None else 0
         mp_rank = mp_rank if checkpoint_mp_rank is None else checkpoint_mp_rank
         folder = os.path.join(checkpoint_path, tag)
@@ -378,6 +376,12 @@ class Checkpoints:
                 raise ValueError(
                     f"layer '{about['module_path']}' was saved with {about['num_experts']} experts, the model's has "
                     f"{layer.num_experts}"
+                )
+        for name, layer in model.named_modules() if model is not None and folding_spec is not None else ():
+            if isinstance(layer, AutoEPMoELayer) and layer.ep_size != folding_spec.ep_size:
+                raise ValueError(
+                    f"folding_spec has ep_size={folding_spec.ep_size}, and layer '{name}' of the model shares its "
+                    f"experts among {layer.ep_size} ranks: pass the spec of the model"
                 )
         if model is None:
             state_dict.update(expert_states.of_old_files(folder, num_experts, mp_rank, checkpoint_engine))

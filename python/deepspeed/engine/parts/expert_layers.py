@@ -6,6 +6,8 @@ import weakref
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.autoep_universal import make_folding_metadata
+from deepspeed.checkpoint.constants import FOLDING_METADATA_KEY
 from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.log import log_dist, logger
 from deepspeed.module_inject.auto_ep import AutoEP
@@ -14,7 +16,6 @@ from deepspeed.module_inject.auto_ep_folding import (
     assert_group_matches_spec,
     build_folding_spec,
     make_folding_groups,
-    sum_partial_gradients,
 )
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.block_twin import keep_whole
@@ -24,6 +25,8 @@ from deepspeed.moe.replaced import replace_in_optimizer, trained_instead
 from deepspeed.moe.statistics import summary
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.utils import groups
+from deepspeed.utils.folded_gradients import sum_partial_gradients
+from deepspeed.utils.norms import is_moe_param
 
 
 @engine_parts.add("_experts")
@@ -122,6 +125,29 @@ class ExpertLayers(Part):
             self._check_copies(name, layer)
         if self.folding is not None:
             sum_partial_gradients(engine.module.named_parameters(), self.folding.spec, self.folding.tp_group)
+
+    def folding_facts(self):
+        """What files of optimizer states say of the ranks, by key; {} where no tensor-parallel ranks share experts."""
+        if self.folding is None:
+            return {}
+        spec, parallel = self.folding.spec, self.engine.parallel
+        routers = {id(param) for layer in self.layers.values() for param in layer.deepspeed_moe.gate.parameters()}
+        kinds = {
+            name: "expert" if is_moe_param(param) else "router" if id(param) in routers else "dense"
+            for name, param in self.engine.module.named_parameters()
+        }
+        facts = make_folding_metadata(
+            tp_size=spec.tp_size,
+            tp_rank=parallel.mp_rank,
+            ep_size=spec.ep_size,
+            ep_rank=self.folding.ep_ranks.index(parallel.rank),
+            zero_partition_group=self.folding.dense_dp_ranks,
+            zero_partition_rank=parallel.dp_rank,
+            zero_partition_count=parallel.dp_world_size,
+            family="mixed",
+            param_families=kinds,
+        )
+        return {FOLDING_METADATA_KEY: facts}
 
     def _add_losses(self):
         """Layers of a pipeline hand no loss on: its gradient is added where it is made, with the loss's factors."""

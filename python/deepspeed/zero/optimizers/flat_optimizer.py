@@ -5,9 +5,11 @@ import collections
 import torch
 
 from deepspeed import _native
+from deepspeed import comm as dist
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import log_dist
 from deepspeed.utils import groups
+from deepspeed.utils.folded_gradients import sum_partial_gradients
 from deepspeed.utils.forwarding import answers_from
 from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.version import __version__
@@ -105,6 +107,20 @@ class FlatOptimizer(ShardedOptimizer):
         ]
         steps = [state["step"] for state in lean if "step" in state]
         return {"base_optimizer_state": lean, "base_optimizer_state_step": max(steps, default=0)}
+
+    def configure_autoep_folding_tp_gradient_reduction(self, folding_spec):
+        """Sums the gradients of trained parameters that are marked as partial
+        (``deepspeed.module_inject.auto_ep_folding``) over the tensor-parallel ranks, from now on; an engine with the
+        sections ``tensor_parallel`` and ``expert_parallel`` does so by itself. ``folding_spec``: a
+        ``ParallelFoldingSpec``; with None or one tensor-parallel rank nothing happens. ValueError where its ``tp_size``
+        is not that of the job. Every tensor-parallel rank calls it."""
+        if folding_spec is None or folding_spec.tp_size == 1:
+            return
+        group = groups.get_tensor_model_parallel_group()
+        ranks = dist.get_world_size(group)
+        if ranks != folding_spec.tp_size:
+            raise ValueError(f"folding_spec has tp_size={folding_spec.tp_size}, and {ranks} ranks cut layers here")
+        sum_partial_gradients(zip(self.stepping.names, self._params), folding_spec, group)
 
     def get_bit16_param_group(self, group_no):
         """The parameters of a group, as the model computes with them."""
