@@ -387,10 +387,13 @@ def test_ranks_that_cannot_share_experts_so():
     for sizes, more, text in (
         ((6, 1, 1, 1), {}, "4 ranks are to share experts, and does not divide the 6 ranks"),
         ((8, 2, 1, 1), {}, "pipeline of 2 stages"),
-        ((8, 1, 2, 1), {}, "tp_size=2"),
+        ((8, 1, 2, 1), {"use_data_before_expert_parallel": True}, "beside tensor_parallel.autotp_size=2"),
         ((8, 1, 1, 1), {"deepcompile_enabled": True}, "DeepCompile"),
     ):
         refused(ValueError, text, validate_autoep_config, made, *sizes, **more)
+    validate_autoep_config(parse_autoep_config({"enabled": True, "autoep_size": 8}), 8, 1, 2, 1)
+    sliced = parse_autoep_config({"enabled": True, "autoep_size": 2, "expert_tensor_parallel_size": 2})
+    refused(ValueError, "expert_tensor_parallel_size: 2 .*raise autoep_size", validate_autoep_config, sliced, 8, 1, 2, 1)
     spec = replaced("mixtral")[1][0]
     for change, text in (
         ({"num_experts": 6}, "6 experts, which 4 ranks cannot share evenly"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.module_inject.auto_ep_folding import build_folding_spec
 from deepspeed.utils import groups
 from harness import on_ranks
 from refusals import refused
@@ -89,7 +90,15 @@ def _experts(rank, world):
         4,
         mp_size=2,
     )
-    refused(NotImplementedError, "AutoEP", groups._create_expert_and_data_parallel, 2, folding_spec={})
+    spec = build_folding_spec(world_size=4, pp_size=1, tp_size=2, ep_size=4)
+    refused(ValueError, "_size_ is 2.*says 4", groups._create_expert_and_data_parallel, 2, folding_spec=spec)
+    refused(ValueError, "mp_size is 4", groups._create_expert_and_data_parallel, 4, mp_size=4, folding_spec=spec)
+    refused(ValueError, "neighbours", groups._create_expert_and_data_parallel, 4,
+            use_data_before_expert_parallel_=True, folding_spec=spec)  # fmt: skip
+    groups._create_expert_and_data_parallel(4, mp_size=2, folding_spec=spec)
+    assert groups._get_expert_parallel_group_ranks("ep_size_4") == [0, 1, 2, 3]
+    assert groups._get_expert_data_parallel_group_ranks("ep_size_4") == [rank]
+    groups.clear()
     refused(ValueError, "mp_mode", groups._create_expert_and_data_parallel, 2, mp_mode="pp")
     refused(RuntimeError, "no expert groups yet", groups._get_max_expert_size)
     groups._create_expert_and_data_parallel(2, mp_size=2)

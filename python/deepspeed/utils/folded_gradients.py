@@ -46,9 +46,10 @@ def autoep_folding_gradient_reduction_strategy(folding_spec, param, *, param_nam
         return AUTOEP_FOLDING_GRAD_REDUCE_SKIP
     mark, expert, sliced = getattr(param, _MARK, None), is_moe_param(param), _is_slice(param)
     if mark is not None and (expert or sliced):
+        which = "a parameter" if param_name is None else f"parameter '{param_name}'"
+        kind = "of an expert" if expert else "a slice of its own on each"
         raise ValueError(
-            f"parameter {param_name or ''} is marked as one that all tensor-parallel ranks have whole, and it is "
-            f"{'of an expert' if expert else 'a slice of its own on each'}: remove the mark"
+            f"{which} is marked as one that all tensor-parallel ranks have whole, and it is {kind}: remove the mark"
         )
     if expert:
         return AUTOEP_FOLDING_GRAD_REDUCE_EXPERT_TP_CANCEL
