@@ -17,7 +17,7 @@ class NotAnalysed(Exception):
 def is_linear(module):
     """Whether a module multiplies by a matrix and adds a bias: ``torch.nn.Linear`` or the ``Conv1D`` of GPT-2, and
     nobody has said that it stays whole (``keep_whole``)."""
-    if getattr(module, _WHOLE, False):
+    if stays_whole(module):
         return False
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward or _computes_linear(type(module))
@@ -28,6 +28,11 @@ def keep_whole(module):
     """Says of a module, and of all in it, that none of it is cut: the ranks share it in another way."""
     for one in module.modules():
         setattr(one, _WHOLE, True)
+
+
+def stays_whole(module):
+    """Whether somebody has said so."""
+    return getattr(module, _WHOLE, False)
 
 
 @functools.lru_cache(256)
@@ -45,8 +50,8 @@ def _computes_linear(kind):
 
 
 def is_embedding(module):
-    """Whether a module is a table of words that computes as ``torch.nn.Embedding`` does."""
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    """Whether a module is a table of words that computes as ``torch.nn.Embedding`` does, and does not stay whole."""
+    return not stays_whole(module) and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
 
 
 def features(module):

@@ -17,7 +17,7 @@ from deepspeed.module_inject.autotp_config import (
     TPLayerSpec,
     merge_autotp_configs,
 )
-from deepspeed.module_inject.block_twin import is_linear
+from deepspeed.module_inject.block_twin import is_linear, stays_whole
 from deepspeed.module_inject.tp_plan_converter import TPPlanConverter, _get_hf_tp_plan
 
 ANALYSIS = "the analysis of the model"
@@ -78,7 +78,8 @@ def roles_in(source, model, blocks):
         spec = next((one for one in source.rules.layer_specs if one.matches(f"{name}.weight", model_type)), None)
         if spec is not None:
             used.add(id(spec))
-            found[name] = spec
+            if not stays_whole(module):
+                found[name] = spec
         elif source.rules.strict_mode and is_linear(module):
             source.rules.find_matching_spec(f"{name}.weight", model_type)
     unused = [one for one in source.rules.layer_specs if id(one) not in used and _is_for(one, model_type)]
