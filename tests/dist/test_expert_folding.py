@@ -3,15 +3,19 @@
 
 import functools
 
+import pytest
 import torch
 
 from auto_ep_runs import check, config, follows, steps_of, train_one
 from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from folded_models import folded_model_of
+from folded_models import folded_model_of, moe_model_of
+from engine_models import step_losses
 from harness import run_ranks
-from runs import engine_of, load_into
+from moe_models import Loops, moe_layer, plain_name, plain_run
+from moe_models import batch as moe_batch
+from runs import engine_of, load_into, weights
 from sampling import every_case
 
 SGD = {"lr": 0.05, "momentum": 0.9}
@@ -39,16 +43,16 @@ def training_body(rank, world, cases, expected):
         more, model = {"optimizer": {"type": "SGD", "params": SGD}, **more}, folded_model_of(family, form)
         model._tp_plan = more.pop("plan", None)
         engine = engine_of(model, folded(world, stage, ep_size, **more))
-        case = family, form, stage, ep_size
+        case, tensor = (family, form, stage, ep_size), engine.parallel.mp_world_size
         follows(engine, engine.parallel.dp_rank, expected[family, form], case, make=folded_model_of)
         figures = engine.moe_statistics().values()
-        assert all(sum(one["tokens_per_expert"]) == 2 * 8 * world // 2 for one in figures), case
+        assert all(sum(one["tokens_per_expert"]) == 2 * 8 * world // tensor for one in figures), case
         engine.destroy()
 
 
-def trained_as_in_one_process(world, cases):
+def trained_as_in_one_process(world, cases, tensor=2):
     sgd = functools.partial(torch.optim.SGD, **SGD)
-    expected = {case[:2]: train_folded(case[0], world // 2, 3, optimizer=sgd, form=case[1]) for case in cases}
+    expected = {case[:2]: train_folded(case[0], world // tensor, 3, optimizer=sgd, form=case[1]) for case in cases}
     run_ranks(world, training_body, cases, expected, init=True)
 
 
@@ -64,6 +68,12 @@ def test_four_ranks_share_more_experts_than_there_are_data_parallel_ranks():
     cases = [(*MODELS[0], 1, 4, {}), (*MODELS[1], 0, 2, chunks), (*MODELS[2], 3, 4, {}), (*MODELS[3], 2, 2, {})]
     cases += [(*model, stage, size, {}) for model in MODELS for stage in range(4) for size in (1, 2, 4)] * every_case()
     trained_as_in_one_process(4, cases)
+
+
+def test_four_ranks_cut_the_dense_layers_and_have_copies_of_experts():
+    """There are no other data-parallel ranks, and copies of experts are among the tensor-parallel ones."""
+    wide = {"tensor_parallel": {"autotp_size": 4}}
+    trained_as_in_one_process(4, [(*MODELS[0], stage, 2, wide) for stage in (0, 2, 3)], tensor=4)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -110,3 +120,32 @@ def test_checkpoints_load_at_any_degree_and_become_files_of_the_unchanged_model(
         assert set(found) == set(expected)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=5e-6)
+
+
+# ---- layers that the script has made ---------------------------------------------------------------------------------
+def own_layer_body(rank, world, cases, expected):
+    data = rank // 2
+    for ep_size, drop, stage in cases:
+        layer = moe_layer(4, ep_size, 2, drop, False, 1.0)
+        moe, first = layer.deepspeed_moe, rank % ep_size * layer.num_local_experts
+        own = {first + number: one for number, one in enumerate(moe.experts.deepspeed_experts)}
+        more = {"tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "SGD", "params": SGD}}
+        settings = config(world, stage, ep_size, expert_parallel={"enabled": False}, **more)
+        engine = engine_of(moe_model_of(layer, moe.gate.wg, own), settings)
+        losses, params = expected[drop]
+        found = step_losses(engine, (moe_batch(step, data) for step in range(3)))
+        assert found == pytest.approx([step[data] for step in losses], abs=3e-6), (ep_size, drop, stage)
+        for name, value in weights(engine).items():
+            wanted = params[plain_name(name, first)]
+            torch.testing.assert_close(value, wanted, rtol=1e-4, atol=5e-6)
+        engine.destroy()
+
+
+def test_layers_with_experts_of_the_script_beside_cut_layers():
+    cases = [(4, True, 2), (2, False, 1), (1, True, 0), (4, False, 3)]
+    expected, sgd = {}, functools.partial(torch.optim.SGD, **SGD)
+    for drop in (False, True):
+        layer = Loops(4, 2, drop, False, 1.0)
+        net = plain_run(moe_model_of(layer, layer.wg, dict(enumerate(layer.experts))), 2, 3, sgd)
+        expected[drop] = net.losses, {name: value.detach() for name, value in net.model.state_dict().items()}
+    run_ranks(4, own_layer_body, cases, expected, init=True)

@@ -6,6 +6,8 @@ import functools
 import torch
 from torch import nn
 
+from deepspeed.moe.layer import MoE
+
 _WHOLE = "ds_keep_whole"  # the attribute of a module that stays as it is
 _MANY = 2**22  # elements of a parameter outside of linear layers that get numbers of their own, at most
 
@@ -90,13 +92,25 @@ def twin_of(module):
     return twin.eval()
 
 
+class _NoExperts(nn.Module):
+    """Stands in for a ``deepspeed.moe.layer.MoE``, whose ranks exchange rows: its result is its input."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.num_experts = layer.num_experts
+
+    def forward(self, hidden_states, used_token=None):
+        return hidden_states, hidden_states.new_zeros(()), torch.zeros(self.num_experts, dtype=torch.int64)
+
+
 def copy_of(module, instead):
     """A copy of a module without its hooks. ``instead``: id of an object -> what the copy has in its place."""
+    instead = {**instead, **{id(one): _NoExperts(one) for one in module.modules() if isinstance(one, MoE)}}
     hooks = [(one, one._forward_pre_hooks, one._forward_hooks) for one in module.modules()]
     for one, _, _ in hooks:
         one._forward_pre_hooks, one._forward_hooks = type(one._forward_pre_hooks)(), type(one._forward_hooks)()
     try:
-        return copy.deepcopy(module, dict(instead))
+        return copy.deepcopy(module, instead)
     except Exception as error:
         raise NotAnalysed(f"it cannot be copied: {error}") from error
     finally:

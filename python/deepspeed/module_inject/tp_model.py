@@ -9,6 +9,7 @@ from deepspeed.module_inject.block_twin import features, with_tensors
 from deepspeed.module_inject.cut_plan import cut_model, plan_of
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.module_inject.tensor_proof import PlanError, prove
+from deepspeed.moe.layer import MoE
 from deepspeed.utils.param_cut import cut_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
@@ -26,7 +27,8 @@ def cut_over(model, group, settings=None, policy=None):
     grain = 1 if settings is None else settings.tp.tp_grain_size
     plan = proven_plan(model, group, settings, policy, grain=grain)
     if _computes():
-        same_weights(model, group)
+        shared = [one.deepspeed_moe.experts for one in model.modules() if isinstance(one, MoE) and one.ep_size > 1]
+        same_weights(model, group, shared)  # but for experts, of which each rank has others
         share_random_state(group)
     carry_out(model, plan, group, settings is not None and settings.tp_overlap_comm)
     return plan

@@ -38,6 +38,15 @@ class ExpertLayers(Part):
     def keep_from_cut(self):
         """Says of routers and experts that tensor parallelism leaves them whole; before it cuts the model."""
         engine = self.engine
+        for name, layer in engine.module.named_modules():
+            if isinstance(layer, MoE):
+                if layer.enable_expert_tensor_parallelism:
+                    raise MoEError(
+                        f"MoE layer '{name}' has enable_expert_tensor_parallelism, which needs experts that the script "
+                        "has sliced and an mpu: leave it out beside tensor_parallel.autotp_size, whose ranks then "
+                        "share the work on their tokens"
+                    )
+                keep_whole(layer)
         if engine._config.expert_parallel_config.enabled:
             config = self._checked_config()
             for spec in AutoEP(engine.module, config).ep_parser():
@@ -122,7 +131,6 @@ class ExpertLayers(Part):
                     f"MoE layer '{name}' shares its {layer.num_experts} experts among ep_size={layer.ep_size} ranks; "
                     f"this job has {engine.world_size} ranks, {engine.dp_world_size} of them data-parallel: {e}"
                 ) from e
-            self._check_copies(name, layer)
         if self.folding is not None:
             sum_partial_gradients(engine.module.named_parameters(), self.folding.spec, self.folding.tp_group)
 
@@ -174,15 +182,6 @@ class ExpertLayers(Part):
     def num_experts(self):
         """Experts of each layer."""
         return [layer.num_experts for layer in self.layers.values()]
-
-    def _check_copies(self, name, layer):
-        """Gradients of experts are averaged with those of all data-parallel ranks: there have to be some."""
-        copies = groups._get_expert_data_parallel_world_size(layer.expert_group_name)
-        if self.engine.parallel.dp_world_size == 1 and copies > 1 and layer.ep_size > 1:
-            raise MoEError(
-                f"MoE layer '{name}': ep_size={layer.ep_size} leaves {copies} tensor-parallel ranks with copies of an "
-                f"expert, and there is one data-parallel rank: use ep_size={layer.ep_size * copies}"
-            )
 
     def _stages(self, name):
         """The number of stages of the pipeline: experts are shared within one stage."""
