@@ -15,7 +15,7 @@ from engine_models import step_losses
 from harness import run_ranks
 from moe_models import Loops, moe_layer, plain_name, plain_run
 from moe_models import batch as moe_batch
-from runs import engine_of, load_into, weights
+from runs import engine_of, load_into, together, weights
 from sampling import every_case
 
 SGD = {"lr": 0.05, "momentum": 0.9}
@@ -47,6 +47,8 @@ def training_body(rank, world, cases, expected):
         follows(engine, engine.parallel.dp_rank, expected[family, form], case, make=folded_model_of)
         figures = engine.moe_statistics().values()
         assert all(sum(one["tokens_per_expert"]) == 2 * 8 * world // tensor for one in figures), case
+        assert all((one["exchange_bytes"] > 0) == (ep_size > 1) for one in figures), case
+        assert len(set(together(*(one["exchange_bytes"] for one in figures)))) == 1, case  # of all ranks
         engine.destroy()
 
 

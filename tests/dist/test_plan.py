@@ -22,6 +22,7 @@ from deepspeed.planner import Machine
 from deepspeed.planner.measure import main as measure_machine
 from deepspeed.zero.nested import loss_in
 from engine_models import batch, config, loss_of, make_net, net_engine
+from folded_models import folded_model_of
 from harness import on_ranks, run_ranks
 from hf_like_moe import EXPERTS, model_of
 from models import beside, seeded
@@ -199,6 +200,15 @@ def test_the_calls_and_peaks_of_ranks_that_share_experts(rank, world, stage, giv
 def test_the_calls_of_unchanged_models_with_experts(rank, world, family):
     with mock.patch.object(TokenChoiceTopKRouter, "route", balanced_route):
         check(rank, world, model_of(family), auto_ep_runs.config(2, 2, 2), torch.ones(2, 4, auto_ep_runs.WIDTH))
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+@on_ranks(2, init=True)
+def test_the_calls_of_ranks_that_cut_layers_and_share_experts(rank, world, ep_size):
+    more = {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 4}
+    with mock.patch.object(TokenChoiceTopKRouter, "route", balanced_route):
+        made = auto_ep_runs.config(2, 1, ep_size, **more)
+        check(rank, world, folded_model_of("mixtral"), made, torch.ones(2, 4, auto_ep_runs.WIDTH))
 
 
 def _measure(rank, world, path):

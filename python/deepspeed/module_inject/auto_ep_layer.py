@@ -297,7 +297,8 @@ class AutoEPMoELayer(torch.nn.Module):
             return self._through_planned(tokens, routes.plan, scores, beside)
         group, size = self.folding.tp_group, self.folding.spec.tp_size
         payload = payload_of_choices(routes.experts, scores, routes.locations())
-        if self.checks_folding:
+        checks = self.checks_folding and not tokens.is_meta
+        if checks:
             with named(self.layer_name):
                 assert_tp_payload_consistent(payload, tp_group=group, tp_size=size)
         rank = dist.get_rank(group)
@@ -305,7 +306,7 @@ class AutoEPMoELayer(torch.nn.Module):
         plan, scores = choices_of(own, routes.experts.shape, self.num_experts)
         tokens = shared_by_ranks(tokens, group)
         combined = self._through_planned(tokens, plan, scores, beside)
-        return restore_combined(combined, context, tp_group=group, validate_coverage=self.checks_folding)
+        return restore_combined(combined, context, tp_group=group, validate_coverage=checks)
 
     def _through_planned(self, tokens, plan, scores, beside):
         sources, slots, run = exchange_of(self, plan)

@@ -47,17 +47,13 @@ class RoutedAssignmentPayload:
 
 @dataclasses.dataclass
 class PartitionContext:
-    """A partition: ``own`` are the places of this rank's assignments among ``total``, of which ``dropped`` are dropped
-    and ``padded`` stand for none; ``own_dropped`` and ``own_padded`` count those of this rank."""
+    """A partition of ``payload``, which the ranks of the group have alike: ``own`` are the places in it of the
+    assignments that rank ``tp_rank`` of ``tp_size`` has."""
 
     tp_rank: int
     tp_size: int
-    total: int
+    payload: RoutedAssignmentPayload
     own: torch.Tensor
-    dropped: int
-    padded: int
-    own_dropped: int
-    own_padded: int
 
 
 def payload_of_choices(experts, weights, capacity_slots):
@@ -108,27 +104,24 @@ def partition_assignments(payload, *, tp_group, tp_rank, tp_size):
     stays this rank's part. ValueError for a rank that is not below the size."""
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"partition_assignments: tp_rank={tp_rank} is not a rank of tp_size={tp_size}")
-    ordinals = assignment_ordinals_by_expert(payload.expert_indices).clamp(min=0)
-    mine = ordinals % tp_size == tp_rank
-    own = mine.nonzero().flatten()
+    own = _places_of(payload.expert_indices, tp_rank, tp_size)
     whole = {"combine_weights": payload.combine_weights}
     if tp_size > 1 and tp_group is not None:
         whole["combine_weights"] = shared_by_ranks(payload.combine_weights, tp_group)
     fields = {name: whole.get(name, value)[own] for name, value in vars(payload).items() if torch.is_tensor(value)}
-    counts = [int(part.sum()) for part in mine.split(payload.input_splits)] if payload.input_splits else []
+    ends = torch.tensor(payload.input_splits).cumsum(0).tolist()
+    counts = [int(((own >= end - size) & (own < end)).sum()) for end, size in zip(ends, payload.input_splits)]
     extra = {name: value[own] for name, value in payload.extra.items()}
     local = RoutedAssignmentPayload(**fields, input_splits=counts, extra=extra)
-    context = PartitionContext(
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        total=mine.numel(),
-        own=own,
-        dropped=int(payload.drop_mask.sum()),
-        padded=int(payload.pad_mask.sum()),
-        own_dropped=int(local.drop_mask.sum()),
-        own_padded=int(local.pad_mask.sum()),
-    )
-    return local, context
+    return local, PartitionContext(tp_rank, tp_size, payload, own)
+
+
+def _places_of(expert_indices, tp_rank, tp_size):
+    """The places of a rank's assignments, int64."""
+    if expert_indices.is_meta:  # a step that is planned
+        return torch.arange(tp_rank, expert_indices.numel(), tp_size, device="meta")
+    ordinals = assignment_ordinals_by_expert(expert_indices).clamp(min=0)
+    return (ordinals % tp_size == tp_rank).nonzero().flatten()
 
 
 def shared_by_ranks(tensor, tp_group):
@@ -144,7 +137,9 @@ def choices_of(payload, shape, num_experts):
     experts = torch.full(shape, -1, dtype=torch.int32, device=places.device)
     experts.view(-1)[places] = payload.expert_indices.to(torch.int32)
     weights = payload.combine_weights.new_zeros(experts.numel()).index_copy(0, places, payload.combine_weights)
-    return _C.RoutePlan(experts, num_experts, -1, False, None), weights.view(shape)
+    # In a step that is planned a plan takes all experts to be chosen as often, by all choices.
+    kept = -(-places.numel() // num_experts) if places.is_meta else -1
+    return _C.RoutePlan(experts, num_experts, kept, False, None), weights.view(shape)
 
 
 def restore_combined(local_combined, ctx, *, tp_group, validate_coverage=False):
@@ -159,13 +154,14 @@ def restore_combined(local_combined, ctx, *, tp_group, validate_coverage=False):
 
 
 def _check_coverage(ctx, tp_group):
-    ranks = torch.zeros(ctx.total, dtype=torch.int32, device=ctx.own.device)
+    total = ctx.payload.expert_indices.numel()
+    ranks = torch.zeros(total, dtype=torch.int32, device=ctx.own.device)
     ranks[ctx.own] = 1
     dist.all_reduce(ranks, group=tp_group)
     wrong = (ranks != 1).nonzero().flatten().tolist()
     if wrong:
         raise RuntimeError(
-            f"assignment {wrong[0]} of {ctx.total} is worked on by {int(ranks[wrong[0]])} of {ctx.tp_size} "
+            f"assignment {wrong[0]} of {total} is worked on by {int(ranks[wrong[0]])} of {ctx.tp_size} "
             f"tensor-parallel ranks, and {len(wrong)} assignments by another number than one: the ranks have not "
             "partitioned the same payload"
         )
@@ -173,13 +169,14 @@ def _check_coverage(ctx, tp_group):
 
 def dispatch_counters(ctx):
     """How many assignments there are, and how many of them this rank has: a dict of integers."""
+    drop, pad = ctx.payload.drop_mask, ctx.payload.pad_mask
     return {
         "tp_rank": ctx.tp_rank,
         "tp_size": ctx.tp_size,
-        "total_assignments": ctx.total,
+        "total_assignments": drop.numel(),
         "local_assignments": ctx.own.numel(),
-        "dropped_assignments": ctx.dropped,
-        "padded_assignments": ctx.padded,
-        "local_dropped_assignments": ctx.own_dropped,
-        "local_padded_assignments": ctx.own_padded,
+        "dropped_assignments": int(drop.sum()),
+        "padded_assignments": int(pad.sum()),
+        "local_dropped_assignments": int(drop[ctx.own].sum()),
+        "local_padded_assignments": int(pad[ctx.own].sum()),
     }

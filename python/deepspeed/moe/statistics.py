@@ -61,6 +61,11 @@ class LayerStatistics:
         return row
 
 
+def traffic_of(row):
+    """The numbers of a row that tell of exchanges, a view."""
+    return row[-_NUMBERS[::-1].index("bytes") - 1 :]
+
+
 def summary(row, num_experts, ranks):
     """The numbers of ``engine.moe_statistics()`` of one layer, from the sum of its rows over ``ranks`` ranks."""
     counts = [int(count) for count in row[:num_experts]]

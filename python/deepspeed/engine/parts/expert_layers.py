@@ -22,7 +22,7 @@ from deepspeed.module_inject.block_twin import keep_whole
 from deepspeed.moe.errors import MoEError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.replaced import replace_in_optimizer, trained_instead
-from deepspeed.moe.statistics import summary
+from deepspeed.moe.statistics import summary, traffic_of
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.utils import groups
 from deepspeed.utils.folded_gradients import sum_partial_gradients
@@ -216,11 +216,19 @@ class ExpertLayers(Part):
             return
         engine = self.engine
         rows = torch.cat([layer.deepspeed_moe.statistics.take() for layer in self.layers.values()])
-        if engine.parallel.dp_world_size > 1:
-            dist.all_reduce(rows, group=engine.parallel.dp_group)
+        parallel = engine.parallel
+        if parallel.dp_world_size > 1:
+            dist.all_reduce(rows, group=parallel.dp_group)
         lengths = [len(layer.deepspeed_moe.statistics.row) for layer in self.layers.values()]
-        for (name, layer), row in zip(self.layers.items(), rows.cpu().split(lengths), strict=True):
-            self._last[name] = summary(row, layer.num_experts, engine.parallel.dp_world_size)
+        rows = list(rows.split(lengths))
+        if parallel.mp_world_size > 1:  # ranks with the same tokens, and with exchanges of their own
+            traffic = torch.stack([traffic_of(row) for row in rows])
+            dist.all_reduce(traffic, group=parallel.mp_group)
+            for row, sums in zip(rows, traffic):
+                traffic_of(row).copy_(sums)
+        ranks = parallel.dp_world_size * parallel.mp_world_size
+        for (name, layer), row in zip(self.layers.items(), (row.cpu() for row in rows), strict=True):
+            self._last[name] = summary(row, layer.num_experts, ranks)
             counts = row[: layer.num_experts]
             if getattr(layer.deepspeed_moe.gate, "balance", "") == "bias" and engine.was_step_applied():
                 layer.deepspeed_moe.gate.move_bias(counts, engine._config.moe_config.bias_update_rate)
