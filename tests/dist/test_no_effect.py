@@ -111,7 +111,7 @@ _SCANNED = {
     "expert_parallel": {
         "engine/parts/expert_layers.py": "autoep_size",
         "module_inject/auto_ep_config.py": "expert_tensor_parallel_size load_balance_coeff",
-        "module_inject/auto_ep_layer.py": "use_grouped_mm",
+        "module_inject/auto_ep_layer.py": "use_grouped_mm validate_folding_routing",
         "module_inject/auto_ep.py": "expert_pattern expert_w1 expert_w2 expert_w3 has_shared_experts moe_layer_pattern "
         "num_expert_groups num_limited_groups preset_model route_norm route_scale routed_scaling_factor router_pattern "
         "score_apply score_func shared_experts_gate_pattern shared_experts_pattern top_k top_k_attr",

@@ -92,9 +92,11 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
               {
                   boolean("enabled", false, "Switch it on."),
                   integer("autoep_size", 1, "Ranks that share the experts.").at_least(1),
-                  integer("expert_tensor_parallel_size", 1, "Ranks that share one expert.").at_least(1),
-                  boolean("validate_folding_routing", false, "Check the routing between folded groups.")
-                      .no_effect("expert_tensor_parallel_size above 1, which would fold groups, is refused"),
+                  integer("expert_tensor_parallel_size", 1,
+                          "Ranks that share one expert. Only 1 is built; raise autoep_size instead.")
+                      .at_least(1),
+                  boolean("validate_folding_routing", false,
+                          "Compare the routes of tensor-parallel ranks, which have the same tokens, in each forward."),
                   name("preset_model", "Known model whose names are used."),
                   name("moe_layer_pattern", "Regular expression for MoE layers."),
                   name("expert_pattern", "Regular expression for experts."),

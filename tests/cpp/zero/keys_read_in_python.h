@@ -162,6 +162,7 @@ inline const std::set<std::string> kReadInPython = {
     "expert_parallel.top_k",
     "expert_parallel.top_k_attr",
     "expert_parallel.use_grouped_mm",
+    "expert_parallel.validate_folding_routing",
     "flops_profiler.detailed",
     "flops_profiler.enabled",
     "flops_profiler.module_depth",
