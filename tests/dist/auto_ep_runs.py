@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+import runs
 from deepspeed.moe.ep_repack import repack_expert_weights
 from engine_models import step_losses
 from hf_like_moe import WIDTH, model_of
 from moe_models import ADAM, adam, values
 from plain import Plain
-from runs import joined, moments, settings, weights
+from runs import moments, settings, weights
 
 
 def config(world, stage, ep_size, **more):
@@ -52,7 +53,7 @@ def follows(engine, rank, expected, case=None, first=0, make=model_of):
 def check(engine, rank, expected, make=model_of):
     """Every parameter here is that of the model in one process, or the part of it that this rank has."""
     trained = weights(engine)
-    trained.update(joined(engine, {name: master for name, (master,) in moments(engine, ()).items()}))
+    trained.update(runs.joined(engine, {name: master for name, (master,) in moments(engine, ()).items()}))
     for name, layer in engine._experts.layers.items():
         part = slice(layer.ep_rank * layer.num_local_experts, (layer.ep_rank + 1) * layer.num_local_experts)
         source = make(engine.module.config.model_type, form=engine.module.form)

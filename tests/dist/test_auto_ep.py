@@ -393,7 +393,9 @@ def test_ranks_that_cannot_share_experts_so():
         refused(ValueError, text, validate_autoep_config, made, *sizes, **more)
     validate_autoep_config(parse_autoep_config({"enabled": True, "autoep_size": 8}), 8, 1, 2, 1)
     sliced = parse_autoep_config({"enabled": True, "autoep_size": 2, "expert_tensor_parallel_size": 2})
-    refused(ValueError, "expert_tensor_parallel_size: 2 .*raise autoep_size", validate_autoep_config, sliced, 8, 1, 2, 1)
+    refused(
+        ValueError, "expert_tensor_parallel_size: 2 .*raise autoep_size", validate_autoep_config, sliced, 8, 1, 2, 1
+    )
     spec = replaced("mixtral")[1][0]
     for change, text in (
         ({"num_experts": 6}, "6 experts, which 4 ranks cannot share evenly"),

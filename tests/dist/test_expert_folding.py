@@ -10,8 +10,8 @@ from auto_ep_runs import check, config, follows, steps_of, train_one
 from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from folded_models import folded_model_of, moe_model_of
 from engine_models import step_losses
+from folded_models import folded_model_of, moe_model_of
 from harness import run_ranks
 from moe_models import Loops, moe_layer, plain_name, plain_run
 from moe_models import batch as moe_batch
@@ -60,7 +60,13 @@ def trained_as_in_one_process(world, cases, tensor=2):
 
 def test_two_ranks_that_cut_the_dense_layers_share_the_experts():
     checks = {"expert_parallel": {"enabled": True, "autoep_size": 2, "validate_folding_routing": True}}
-    cases = [(*MODELS[0], 0, 1, {}), (*MODELS[0], 1, 2, {"plan": PLAN}), (*MODELS[1], 1, 2, checks), (*MODELS[2], 2, 2, {}), (*MODELS[3], 3, 1, {})]
+    cases = [
+        (*MODELS[0], 0, 1, {}),
+        (*MODELS[0], 1, 2, {"plan": PLAN}),
+        (*MODELS[1], 1, 2, checks),
+        (*MODELS[2], 2, 2, {}),
+        (*MODELS[3], 3, 1, {}),
+    ]
     cases += [(*model, stage, size, {}) for model in MODELS for stage in range(4) for size in (1, 2)] * every_case()
     trained_as_in_one_process(2, cases)
 

@@ -108,14 +108,14 @@ def validate_autoep_config(
         (
             config.expert_tensor_parallel_size > 1,
             "expert_tensor_parallel_size",
-            f"{config.expert_tensor_parallel_size} ranks cannot share one expert: leave it at 1, and raise autoep_size, "
-            f"which may be any divisor of the {ranks} ranks, tensor-parallel ones included",
+            f"{config.expert_tensor_parallel_size} ranks cannot share one expert: leave it at 1, and raise "
+            f"autoep_size, which may be any divisor of the {ranks} ranks, tensor-parallel ones included",
         ),
         (
             tp_size > 1 and use_data_before_expert_parallel,
             "enabled",
-            f"use_data_before_expert_parallelism is true beside tensor_parallel.autotp_size={tp_size}, where holders of "
-            "different experts are neighbours: leave it out",
+            f"use_data_before_expert_parallelism is true beside tensor_parallel.autotp_size={tp_size}, where holders "
+            "of different experts are neighbours: leave it out",
         ),
         (
             deepcompile_enabled,

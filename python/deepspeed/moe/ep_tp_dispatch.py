@@ -57,7 +57,7 @@ class PartitionContext:
 
 
 def payload_of_choices(experts, weights, capacity_slots):
-    """The payload of tokens that keep all their choices. ``experts``, ``weights`` and ``capacity_slots``: [tokens, k]."""
+    """The payload of tokens that keep all their choices. The arguments have the shape [tokens, k]."""
     tokens, k = experts.shape
     numbers = torch.arange(tokens * k, device=experts.device)
     none = torch.zeros(tokens * k, dtype=torch.bool, device=experts.device)
@@ -168,7 +168,7 @@ def _check_coverage(ctx, tp_group):
 
 
 def dispatch_counters(ctx):
-    """How many assignments there are, and how many of them this rank has: a dict of integers."""
+    """Numbers of assignments, and of those that this rank has: a dict of integers."""
     drop, pad = ctx.payload.drop_mask, ctx.payload.pad_mask
     return {
         "tp_rank": ctx.tp_rank,

@@ -64,8 +64,10 @@ def _create_expert_and_data_parallel(
     if folding_spec is not None:
         _check_spec(folding_spec, expert_parallel_size_, mp_size, pp_size)
         if use_data_before_expert_parallel_:
-            raise ValueError("use_data_before_expert_parallel_ is true, and with a folding_spec holders of different "
-                             "experts are neighbours: leave one of them out")
+            raise ValueError(
+                "use_data_before_expert_parallel_ is true, and with a folding_spec holders of different "
+                "experts are neighbours: leave one of them out"
+            )
         _make(expert_parallel_size_, folded_grid(folding_spec))
     else:
         tensor_size = 1 if mp_size is None or mp_mode == "sp" else mp_size

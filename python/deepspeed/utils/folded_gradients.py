@@ -31,7 +31,8 @@ def mark_autoep_folding_sp_sharded_layernorm_parameter(param):
 
 
 def autoep_folding_gradient_reduction_strategy(folding_spec, param, *, param_name=None):
-    """How the gradients of ``param`` on the tensor-parallel ranks become one, before the mean over data-parallel ranks.
+    """The way in which the gradients of ``param`` on the tensor-parallel ranks become one, before the mean over
+    data-parallel ranks.
 
     "skip": they need nothing: the rank has a slice of its own, or all ranks have computed the same. "average": they
     are equal, so their mean is each of them. "sum": each rank has a part. "expert_tp_cancel": ranks of the experts'

@@ -45,8 +45,8 @@ def _in_rows(runs, shape, strides):
 
 class NamedState(ByName):
     """``table``: name -> what is known of a parameter (``joined_tables``); ``part(rank)``: what the rank, one of the
-    entry's, has saved (``OwnedStates.by_name``), asked for when it is needed. ``optimizer``: without ZeRO, what is saved once:
-    ``param_groups`` and values of the optimizer as a whole."""
+    entry's, has saved (``OwnedStates.by_name``), asked for when it is needed. ``optimizer``: without ZeRO, what is
+    saved once: ``param_groups`` and values of the optimizer as a whole."""
 
     masters_only = True
 
@@ -140,8 +140,7 @@ def with_named(saved, folder, mp_rank, shards_of, experts=None):
 def _numbered(table, mp_rank):
     """``table`` with ``(mp_rank, rank)`` in place of the numbers of ranks."""
     return {
-        name: {**about, "ranks": [(mp_rank, rank) for rank in about["ranks"]]}
-        for name, about in (table or {}).items()
+        name: {**about, "ranks": [(mp_rank, rank) for rank in about["ranks"]]} for name, about in (table or {}).items()
     }
 
 

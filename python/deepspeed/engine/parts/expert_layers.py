@@ -8,6 +8,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.autoep_universal import make_folding_metadata
 from deepspeed.checkpoint.constants import FOLDING_METADATA_KEY
+from deepspeed.config.errors import config_error
 from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.log import log_dist, logger
 from deepspeed.module_inject.auto_ep import AutoEP
@@ -37,7 +38,7 @@ class ExpertLayers(Part):
 
     def keep_from_cut(self):
         """Says of routers and experts that tensor parallelism leaves them whole; before it cuts the model."""
-        engine = self.engine
+        engine, found = self.engine, []
         for name, layer in engine.module.named_modules():
             if isinstance(layer, MoE):
                 if layer.enable_expert_tensor_parallelism:
@@ -46,13 +47,20 @@ class ExpertLayers(Part):
                         "has sliced and an mpu: leave it out beside tensor_parallel.autotp_size, whose ranks then "
                         "share the work on their tokens"
                     )
-                keep_whole(layer)
+                found.append((name, layer))
         if engine._config.expert_parallel_config.enabled:
-            config = self._checked_config()
-            for spec in AutoEP(engine.module, config).ep_parser():
+            for spec in AutoEP(engine.module, self._checked_config()).ep_parser():
                 layer = engine.module.get_submodule(spec.moe_module_name)
-                for name in (spec.router_name, spec.experts_name):
-                    keep_whole(getattr(layer, name))
+                parts = (spec.router_name, spec.experts_name)
+                found += [(f"{spec.moe_module_name}.{name}", getattr(layer, name)) for name in parts]
+        for _, module in found:
+            keep_whole(module)
+        if found and getattr(engine._config.tensor_parallel_config, "split_sequence", False):
+            raise config_error(
+                f"tensor_parallel.split_sequence is true, and '{found[0][0]}' is of a layer with experts, whose ranks "
+                "need all tokens of a sequence: leave the key out",
+                ["tensor_parallel.split_sequence"],
+            )
 
     def _checked_config(self):
         """The section ``expert_parallel``, which the ranks of the engine fit."""
@@ -135,7 +143,7 @@ class ExpertLayers(Part):
             sum_partial_gradients(engine.module.named_parameters(), self.folding.spec, self.folding.tp_group)
 
     def folding_facts(self):
-        """What files of optimizer states say of the ranks, by key; {} where no tensor-parallel ranks share experts."""
+        """Facts of the ranks for files of optimizer states, by key; {} where no tensor-parallel ranks share experts."""
         if self.folding is None:
             return {}
         spec, parallel = self.folding.spec, self.engine.parallel
