@@ -6,15 +6,21 @@ import functools
 import pytest
 import torch
 
-from auto_ep_runs import check, config, follows, steps_of, train_one
+from auto_ep_runs import batch, check, config, follows, steps_of, train_one
+from deepspeed import comm as dist
+from deepspeed.checkpoint.autoep_universal import validate_folding_metadata
 from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+from deepspeed.module_inject.auto_ep_folding import build_folding_spec, mark_autoep_folding_partial_router_parameter
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import safe_get_full_grad
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import step_losses
 from folded_models import folded_model_of, moe_model_of
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from moe_models import Loops, moe_layer, plain_name, plain_run
 from moe_models import batch as moe_batch
+from refusals import refused
 from runs import engine_of, load_into, together, weights
 from sampling import every_case
 
@@ -157,3 +163,74 @@ def test_layers_with_experts_of_the_script_beside_cut_layers():
         net = plain_run(moe_model_of(layer, layer.wg, dict(enumerate(layer.experts))), 2, 3, sgd)
         expected[drop] = net.losses, {name: value.detach() for name, value in net.model.state_dict().items()}
     run_ranks(4, own_layer_body, cases, expected, init=True)
+
+
+# ---- refusals, marks and facts ---------------------------------------------------------------------------------------
+@on_ranks(2, init=True)
+def test_different_routes_and_layers_that_do_not_fit_are_named(rank, world):
+    experts = {"enabled": True, "autoep_size": 2, "validate_folding_routing": True}
+    engine = engine_of(folded_model_of("mixtral"), folded(world, 1, 2, expert_parallel=experts))
+    with torch.no_grad():
+        engine.module.model.layers[1].block_sparse_moe.router.gate.weight.mul_(1 + rank)
+    words = "layer 'model.layers.1.block_sparse_moe': routing differs .*combine_weights of rank 1 .* of rank 0"
+    refused(RuntimeError, words, engine, batch(0, 0))
+    engine.destroy()
+    more = {"use_data_before_expert_parallelism": True}
+    refused(ValueError, "leave it out", engine_of, folded_model_of("mixtral"), folded(world, 1, 2, **more))
+    sliced = {"enabled": True, "autoep_size": 1, "expert_tensor_parallel_size": 2}
+    words = "expert_tensor_parallel_size: 2 ranks cannot share one expert"
+    refused(ValueError, words, engine_of, folded_model_of("mixtral"), folded(world, 1, 1, expert_parallel=sliced))
+    layer = MoE(6, torch.nn.Linear(6, 6), 2, enable_expert_tensor_parallelism=True)
+    model = moe_model_of(layer, layer.deepspeed_moe.gate.wg, {})
+    refused(
+        ValueError, "'blocks.0.layer' has enable_expert", engine_of, model, folded(world, 1, 1, expert_parallel=None)
+    )
+
+
+@on_ranks(2, init=True)
+def test_parameters_with_a_part_of_the_gradient_are_summed_once(rank, world):
+    """Here each rank sees all of it, so that the sum is twice that."""
+    for by_hand in (False, True):
+        model = folded_model_of("mixtral")
+        mark_autoep_folding_partial_router_parameter(model.head.bias)
+        sections = {"expert_parallel": None} if by_hand else {}
+        engine = engine_of(model, folded(world, 0 if not by_hand else 1, 2, **sections))
+        if by_hand:
+            spec = build_folding_spec(world_size=2, pp_size=1, tp_size=2, ep_size=2)
+            for _ in range(2):
+                engine.optimizer.configure_autoep_folding_tp_gradient_reduction(spec)
+            engine.optimizer.configure_autoep_folding_tp_gradient_reduction(None)
+            wrong = build_folding_spec(world_size=4, pp_size=1, tp_size=4, ep_size=2)
+            configure = engine.optimizer.configure_autoep_folding_tp_gradient_reduction
+            refused(ValueError, "tp_size=4, and 2 ranks", configure, wrong)
+        engine.backward(engine(batch(0, 0)))
+        found = [safe_get_full_grad(param) for param in (model.head.bias, model.head.weight)]
+        plain = folded_model_of("mixtral")
+        plain(batch(0, 0)).backward()
+        torch.testing.assert_close(found[0], 2 * plain.head.bias.grad)
+        torch.testing.assert_close(found[1], plain.head.weight.grad)
+        engine.destroy()
+
+
+def facts_body(rank, world, folder):
+    engine = engine_at(world, 2, 4, 2)
+    engine.save_checkpoint(folder, tag="t")
+    dist.barrier()
+    path = f"{folder}/t/zero_pp_rank_{rank // 2}_mp_rank_{rank % 2:02d}_optim_states.pt"
+    found = torch.load(path)["folding"]
+    kinds = found["param_families"]
+    validate_folding_metadata(found, tp_size=2, ep_size=4, tp_rank=rank % 2, ep_rank=rank, zero_partition_count=2,
+                              zero_partition_group=[rank % 2, rank % 2 + 2], zero_partition_rank=rank // 2)  # fmt: skip
+    prefix = "model.layers.1"
+    assert kinds[f"{prefix}.mlp.experts.w1"] == "expert" and kinds[f"{prefix}.mlp.router.gate.weight"] == "router"
+    assert kinds[f"{prefix}.self_attn.q_proj.weight"] == "dense" == kinds[f"{prefix}.mlp.shared_experts.up_proj.weight"]
+    state, spec = {}, engine._experts.folding.spec
+    engine.load_moe_state_dict(folder, "t", state, False, engine.module, folding_spec=spec, checkpoint_mp_rank=rank % 2)
+    torch.testing.assert_close(state[f"{prefix}.mlp.experts.w1"], engine.module.model.layers[1].mlp.experts.w1.detach())
+    other = build_folding_spec(world_size=4, pp_size=1, tp_size=2, ep_size=2)
+    refused(ValueError, "ep_size=2, and layer .* among 4", engine.load_moe_state_dict, folder, "t", {}, False,
+            engine.module, folding_spec=other)  # fmt: skip
+
+
+def test_files_of_optimizer_states_say_which_ranks_share_what(tmp_path):
+    run_ranks(4, facts_body, str(tmp_path), init=True)
