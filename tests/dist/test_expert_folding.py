@@ -1,6 +1,7 @@
 """Experts of an unchanged model that ranks share beside layers that they cut (``expert_parallel`` with
 ``tensor_parallel.autotp_size``): against the same model in one process."""
 
+import argparse
 import functools
 
 import pytest
@@ -8,12 +9,13 @@ import torch
 
 from auto_ep_runs import batch, check, config, follows, steps_of, train_one
 from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.autoep_universal import validate_folding_metadata
 from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.module_inject.auto_ep_folding import build_folding_spec, mark_autoep_folding_partial_router_parameter
 from deepspeed.moe.layer import MoE
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import groups, safe_get_full_grad
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import step_losses
 from folded_models import folded_model_of, moe_model_of
@@ -101,34 +103,46 @@ def engine_at(world, stage, ep_size, tensor, **more):
     return engine_of(folded_model_of(FAMILY), config(world, stage, ep_size, **more))
 
 
+def loaded(rank, world, folder, expected, cases, **more):
+    """Engines of other ``cases`` have the parameters of one process after they have loaded the checkpoint."""
+    for case in cases:
+        engine = engine_at(world, *case, **more)
+        with torch.no_grad():
+            engine.module.model.layers[1].mlp.expert_bias.zero_()
+        load_into(engine, folder)
+        check(engine, rank, expected, folded_model_of)
+        engine.destroy()
+
+
 def checkpoint_body(rank, world, folder, expected, ways):
-    for number, (first, *others) in enumerate(ways):
-        engine = engine_at(world, *first)
+    for number, (form, first, *others) in enumerate(ways):
+        engine = engine_at(world, *first, checkpoint={"writer": {"format": form}})
         steps_of(engine, engine.parallel.dp_rank, 2)
-        engine.save_checkpoint(f"{folder}/{number}")
+        engine.save_checkpoint(f"{folder}/{number}", tag="t")
         engine.save_16bit_model(f"{folder}/{number}", "whole.bin")
         engine.destroy()
-        for case in others:
-            engine = engine_at(world, *case)
-            with torch.no_grad():
-                engine.module.model.layers[1].mlp.expert_bias.zero_()
-            load_into(engine, f"{folder}/{number}")
-            check(engine, rank, expected, folded_model_of)
-            engine.destroy()
+        loaded(rank, world, f"{folder}/{number}", expected, others)
+    if rank == 0:
+        given = {"input_folder": f"{folder}/0/t", "output_folder": f"{folder}/0/u", "keep_temp_folder": False}
+        more = {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True, "inject_missing_state": False}
+        ds_to_universal.main(argparse.Namespace(**given, **more))
+    dist.barrier()
+    loaded(rank, world, f"{folder}/0", expected, [(2, 2, 2)], checkpoint={"load_universal": True})
 
 
 def test_checkpoints_load_at_any_degree_and_become_files_of_the_unchanged_model(tmp_path):
     expected = train_folded(FAMILY, 2, 2)[1]
     ways = [
-        [(1, 4, 2), (3, 2, 2), (0, 2, 1), (2, 1, 2)],
-        [(0, 2, 2), (0, 2, 2), (1, 4, 4), (3, 4, 1)],
-        [(3, 4, 2), (3, 4, 2), (1, 1, 1)],
+        ["torch", (1, 4, 2), (3, 2, 2), (0, 2, 1)],
+        ["safetensors", (2, 2, 2), (1, 1, 4), (3, 4, 1)],
+        ["torch", (3, 4, 2), (0, 1, 2)],
+        ["torch", (0, 2, 2), (1, 4, 2)],
     ]
     run_ranks(4, checkpoint_body, str(tmp_path), expected, ways, init=True)
     model = folded_model_of(FAMILY)
     specs = AutoEP(model, AutoEPConfig(enabled=True)).ep_parser()
     states = [torch.load(tmp_path / str(number) / "whole.bin") for number in range(len(ways))]
-    states += [get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / str(number))) for number in (0, 2)]
+    states += [get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / str(number)), "t") for number in (0, 2)]
     for state in states:
         found = source_state_dict(state, specs)
         assert set(found) == set(expected)
@@ -137,32 +151,59 @@ def test_checkpoints_load_at_any_degree_and_become_files_of_the_unchanged_model(
 
 
 # ---- layers that the script has made ---------------------------------------------------------------------------------
+def own_engine(rank, world, ep_size, drop, stage, tensor=2, **more):
+    """An engine with a layer of ``deepspeed.moe``, and a function of the names of its parameters that gives those of
+    the same model in one process."""
+    layer = moe_layer(4, ep_size, 2, drop, False, 1.0)
+    moe, first = layer.deepspeed_moe, rank % ep_size * layer.num_local_experts
+    own = {first + number: one for number, one in enumerate(moe.experts.deepspeed_experts)}
+    more = {"tensor_parallel": {"autotp_size": tensor}, "optimizer": {"type": "SGD", "params": SGD}, **more}
+    settings = config(world, stage, ep_size, expert_parallel={"enabled": False}, train_batch_size=4 * tensor, **more)
+    return engine_of(moe_model_of(layer, moe.gate.wg, own), settings), lambda name: plain_name(name, first)
+
+
 def own_layer_body(rank, world, cases, expected):
     data = rank // 2
     for ep_size, drop, stage in cases:
-        layer = moe_layer(4, ep_size, 2, drop, False, 1.0)
-        moe, first = layer.deepspeed_moe, rank % ep_size * layer.num_local_experts
-        own = {first + number: one for number, one in enumerate(moe.experts.deepspeed_experts)}
-        more = {"tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "SGD", "params": SGD}}
-        settings = config(world, stage, ep_size, expert_parallel={"enabled": False}, **more)
-        engine = engine_of(moe_model_of(layer, moe.gate.wg, own), settings)
+        engine, named = own_engine(rank, world, ep_size, drop, stage)
         losses, params = expected[drop]
         found = step_losses(engine, (moe_batch(step, data) for step in range(3)))
         assert found == pytest.approx([step[data] for step in losses], abs=3e-6), (ep_size, drop, stage)
         for name, value in weights(engine).items():
-            wanted = params[plain_name(name, first)]
-            torch.testing.assert_close(value, wanted, rtol=1e-4, atol=5e-6)
+            torch.testing.assert_close(value, params[named(name)], rtol=1e-4, atol=5e-6)
         engine.destroy()
+
+
+def own_layers_in_one_process(steps, drop):
+    layer, sgd = Loops(4, 2, drop, False, 1.0), functools.partial(torch.optim.SGD, **SGD)
+    net = plain_run(moe_model_of(layer, layer.wg, dict(enumerate(layer.experts))), 2, steps, sgd)
+    return net.losses, {name: value.detach() for name, value in net.model.state_dict().items()}
 
 
 def test_layers_with_experts_of_the_script_beside_cut_layers():
     cases = [(4, True, 2), (2, False, 1), (1, True, 0), (4, False, 3)]
-    expected, sgd = {}, functools.partial(torch.optim.SGD, **SGD)
-    for drop in (False, True):
-        layer = Loops(4, 2, drop, False, 1.0)
-        net = plain_run(moe_model_of(layer, layer.wg, dict(enumerate(layer.experts))), 2, 3, sgd)
-        expected[drop] = net.losses, {name: value.detach() for name, value in net.model.state_dict().items()}
+    expected = {drop: own_layers_in_one_process(3, drop) for drop in (False, True)}
     run_ranks(4, own_layer_body, cases, expected, init=True)
+
+
+def own_checkpoint_body(rank, world, folder, expected):
+    for form, *cases in (("torch", (4, 1, 2), (4, 2, 1), (2, 0, 4)), ("safetensors", (4, 3, 2), (2, 1, 1), (1, 2, 2))):
+        for number, (ep_size, stage, tensor) in enumerate(cases):
+            more = {"checkpoint": {"writer": {"format": form}}}
+            engine, named = own_engine(rank, world, ep_size, False, stage, tensor, **more)
+            if number == 0:
+                step_losses(engine, (moe_batch(step, rank // 2) for step in range(2)))
+                engine.save_checkpoint(folder, tag=form)
+            else:
+                load_into(engine, folder, tag=form)
+            for name, value in weights(engine).items():
+                torch.testing.assert_close(value, expected[named(name)], rtol=1e-4, atol=5e-6)
+            engine.destroy()
+            groups.clear()
+
+
+def test_checkpoints_of_layers_of_the_script_load_at_any_degree(tmp_path):
+    run_ranks(4, own_checkpoint_body, str(tmp_path), own_layers_in_one_process(2, False)[1], init=True)
 
 
 # ---- refusals, marks and facts ---------------------------------------------------------------------------------------

@@ -131,8 +131,7 @@ class MoE(torch.nn.Module):
         }
         share_anew(self.deepspeed_moe.experts, copies)
         for param in self.deepspeed_moe.experts.parameters():
-            sliced = groups.mpu is not None or groups.get_tensor_model_parallel_world_size() > 1
-            if sliced and not self.enable_expert_tensor_parallelism:
+            if groups.mpu is not None and not self.enable_expert_tensor_parallelism:
                 param.model_parallel = True  # another one on each tensor-parallel rank
             param.ds_ranks = ParamRanks(f"experts.{name}", ranks, copies)
 

@@ -154,6 +154,7 @@ class NativeState(ByName):
         self.model_path = os.path.join(folder, names.checkpoint_json(mp_rank))
         about = self._about = read_json(self.model_path)
         self.folder, self._dp_rank, self._parameters = folder, dp_rank, about["parameters"]
+        self._beside = about.get("beside") or {"parameters": (), "ranks": ()}
         self.zero_stage, self.ranks = about["zero_stage"], about["ranks"]
         self.dp_world_size = len(self.ranks)
         shapes = {name: torch.Size(one["shape"]) for name, one in self._parameters.items()}
@@ -171,8 +172,13 @@ class NativeState(ByName):
         """The content of each rank's files, in order (``_part``)."""
         return [_part(self.folder, rank, self._parameters) for rank in self.ranks]
 
+    @functools.cached_property
+    def _others(self):
+        """The same of ranks that have other parts of the model; those of some parameters count (``_beside``)."""
+        return [_part(self.folder, rank, self._parameters) for rank in self._beside["ranks"]]
+
     def _parts(self, name, kind=None):
-        return self._files
+        return [*self._files, *self._others] if name in self._beside["parameters"] else self._files
 
     def _decode(self, value, index=0):
         """``index``: the number, among the ranks that saved, of the rank whose file has the tensors of ``value``. They

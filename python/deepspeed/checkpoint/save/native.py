@@ -18,7 +18,7 @@ from deepspeed.checkpoint.layouts.saved_native import NotPlain
 from deepspeed.checkpoint.read.weights import run_states
 from deepspeed.checkpoint.save.contents import counters_of
 from deepspeed.checkpoint.save.frozen_files import Digest, FrozenFile
-from deepspeed.checkpoint.write.by_rank import saves
+from deepspeed.checkpoint.write.by_rank import saves, wide_names
 from deepspeed.checkpoint.write.file_writer import (
     SAFETENSORS_NAMES,
     PreparedBytes,
@@ -173,6 +173,7 @@ class _Contents:
             "parameters": _parameters(run, self.exclude_frozen, self.named),
             "groups": [list(group) for group in run.group_names],
             "tied": run.weights.tied(),
+            "wide": sorted(wide_names(run)),
             "keys": self.others[2],
             "buffers": [self.named(name) for name in run.weights.buffers],
         }
@@ -192,7 +193,9 @@ class _Contents:
         found = {}
         if leads:
             mine = self.about_params()
-            others = [about for about in of_all or () if about is not None and about["mp_rank"] == mp_rank]
+            everyones = [about for about in of_all or () if about is not None]
+            wide = {name for about in everyones for name in about["wide"]}
+            others = [about if about["mp_rank"] == mp_rank else _only(about, wide) for about in everyones]
             about = _checkpoint(run, client_state, self.others, encode, _joined(mine, others))
             found[names.checkpoint_json(mp_rank)] = PreparedBytes(_text(about))
         tensors.update({key_of(names.VALUES, key): tensor for key, tensor in values.items()})
@@ -207,6 +210,18 @@ class _Contents:
         return {**found, **made, names.RANK_JSON(rank=rank): PreparedBytes(_text(about_rank))}
 
 
+def _only(about, wide):
+    """``about_params`` of a rank with another part of the model, with the parameters ``wide`` alone."""
+    return {
+        "parameters": {name: known for name, known in about["parameters"].items() if name in wide},
+        "groups": [[name for name in group if name in wide] for group in about["groups"]],
+        "tied": {},
+        "keys": [name for name in about["keys"] if name in wide],
+        "buffers": [],
+        "wide": about["wide"],
+    }
+
+
 def _joined(mine, others):
     """``about_params`` of several ranks as one: this rank's own first."""
     for about in others:
@@ -216,7 +231,7 @@ def _joined(mine, others):
                     f"parameter '{name}' has other shapes on several ranks: those that train different tensors must "
                     "give them different names in checkpoints (ds_expert_numbers)"
                 )
-        for key in ("keys", "buffers"):
+        for key in ("keys", "buffers", "wide"):
             mine[key] = list(dict.fromkeys([*mine[key], *about[key]]))
         mine["groups"] = [list(dict.fromkeys([*a, *b])) for a, b in zip(mine["groups"], about["groups"])]
         mine["tied"] = {**about["tied"], **mine["tied"]}
@@ -248,6 +263,7 @@ def _checkpoint(run, client_state, others, encode, about):
         "pipeline": run.weights.layers is not None,
         "mp_rank": run.ranks.mp_rank,
         "ranks": list(run.ranks.dp_ranks),
+        **_beside(run, about["wide"]),
         "parameters": about["parameters"],
         "tied": about["tied"],
         "groups": [
@@ -265,6 +281,12 @@ def _checkpoint(run, client_state, others, encode, about):
         "ds_config": _described(run.ds_config),
         "client_state": encode(client_state),
     }
+
+
+def _beside(run, wide):
+    """The parameters ``wide``, of which ranks with another part of the model have elements, too, and these ranks."""
+    others = sorted(set(range(run.ranks.world_size)) - set(run.ranks.dp_ranks)) if wide else []
+    return {"beside": {"parameters": sorted(wide), "ranks": others}} if others else {}
 
 
 def _parameters(run, exclude_frozen, named):

@@ -1,6 +1,7 @@
 """Checkpoints of models whose ranks do not all have the same parameters: experts, and others with ranks of their own.
 Files of experts' weights; without ZeRO optimizer states by name; the table of the ranks that have each parameter."""
 
+import collections
 import itertools
 
 from deepspeed import comm as dist
@@ -18,15 +19,19 @@ def saves(run, copies):
     return run.ranks.dp_rank == 0 if copies is None else dist.get_rank(copies) == 0
 
 
-def _wide_names(run):
-    """Names of the trained parameters that other model-parallel ranks hold parts of, too: the ranks that train one are
-    not all of this rank's data-parallel group."""
+def wide_names(run):
+    """Names in checkpoints of the parameters that other model-parallel ranks hold parts of, too: the ranks that train
+    one are not all of this rank's data-parallel group. None in a pipeline."""
     known = set(run.ranks.dp_ranks)
     return {
-        name
-        for name, param in run.trained()
+        run.weights.named(name)
+        for name, param in (run.weights.params.items() if run.weights.layers is None else ())
         if ranks_of(param) is not None and not known.issuperset(itertools.chain(*ranks_of(param).lists().values()))
     }
+
+
+# One rank's part of a save, as all ranks hear of it.
+_Told = collections.namedtuple("_Told", "mp_rank dp_rank table files buffers wide")
 
 
 class PartsByRank:
@@ -69,35 +74,31 @@ class PartsByRank:
         made, failed = attempt(lambda: (self._of_modules(run, exclude_frozen), self._states(run)))
         (experts, states), error = made or ({}, None), error or failed
         mp_rank = run.ranks.mp_rank
-        own = [mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers]
-        everyones = ranks.agree(error, "nothing is saved", own, own=True)
-        with_zero = run.policy.saved.optimizer_by_rank
-        told, tables = {}, {}  # by model-parallel rank
-        for part in sorted(everyones, key=lambda part: part[1]):
-            told.setdefault(part[0], []).append(part)
+        own = [mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers, sorted(wide_names(run))]
+        everyones = [_Told(*part) for part in ranks.agree(error, "nothing is saved", own, own=True)]
+        with_zero, told, tables = run.policy.saved.optimizer_by_rank, {}, {}  # by model-parallel rank
+        for part in sorted(everyones, key=lambda part: part.dp_rank):
+            told.setdefault(part.mp_rank, []).append(part)
         for number, parts in told.items():
-            tables[number] = {dp_rank: table for _, dp_rank, table, *_ in parts if table or with_zero}
+            tables[number] = {part.dp_rank: part.table for part in parts if part.table or with_zero}
         told, writers = told[mp_rank], tables.pop(mp_rank)
-        self.described = {
-            "table": joined_tables(list(writers.values())),
-            "experts": sorted({name for *_, files, _ in told for name in files if "_expert_" in name}),
-        }
-        beside = {number: joined_tables(list(found.values())) for number, found in tables.items()}
-        wide = _wide_names(run) if self._layers is None else set()
+        wide = {name for part in everyones for name in part.wide}
+        listed = {name for part in (everyones if wide else told) for name in part.files if "_expert_" in name}
+        self.described = {"table": joined_tables(list(writers.values())), "experts": sorted(listed)}
         if wide:
             self.described["beside"] = {
-                number: {name: about for name, about in table.items() if name in wide}
-                for number, table in sorted(beside.items())
+                number: {name: about for name, about in joined_tables(list(found.values())).items() if name in wide}
+                for number, found in sorted(tables.items())
             }
         if self._layers is not None:
             paths, slices = self._layers.paths, self._layers.slices
-            written = {name for *_, files, _ in told for name in files}
+            written = {name for part in told for name in part.files}
             layers = [layer for layer in sorted(self._layers.writes) if names.layer_states(layer, slices) in written]
             self.described["layers"] = {layer: paths.get(layer, str(layer)) for layer in layers}
             if not with_zero and not writers:
                 groups = map(zip, run.group_names, run.trained_groups)
                 self.described["groups"] = [[[name, list(param.shape)] for name, param in group] for group in groups]
-        self.buffers = list(dict.fromkeys(name for *_, buffers in told for name in buffers))
+        self.buffers = list(dict.fromkeys(name for part in told for name in part.buffers))
         self.files = {name: lambda value=value: value for name, value in experts.items()}
         if states is not None and not with_zero:
             number = list(writers).index(run.ranks.dp_rank)
