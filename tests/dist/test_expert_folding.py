@@ -17,6 +17,7 @@ from deepspeed.module_inject.auto_ep_folding import build_folding_spec, mark_aut
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups, safe_get_full_grad
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 from engine_models import step_losses
 from folded_models import folded_model_of, moe_model_of
 from harness import on_ranks, run_ranks
@@ -151,11 +152,12 @@ def test_checkpoints_load_at_any_degree_and_become_files_of_the_unchanged_model(
 
 
 # ---- layers that the script has made ---------------------------------------------------------------------------------
-def own_engine(rank, world, ep_size, drop, stage, tensor=2, **more):
+def own_engine(rank, world, ep_size, drop, stage, tensor=2, sliced=False, **more):
     """An engine with a layer of ``deepspeed.moe``, and a function of the names of its parameters that gives those of
-    the same model in one process."""
-    layer = moe_layer(4, ep_size, 2, drop, False, 1.0)
-    moe, first = layer.deepspeed_moe, rank % ep_size * layer.num_local_experts
+    the same model in one process. ``sliced``: the ranks cut experts, too."""
+    layer = moe_layer(4, ep_size, 2, drop, False, 1.0, enable_expert_tensor_parallelism=sliced)
+    number = rank // tensor if sliced else rank
+    moe, first = layer.deepspeed_moe, number % ep_size * layer.num_local_experts
     own = {first + number: one for number, one in enumerate(moe.experts.deepspeed_experts)}
     more = {"tensor_parallel": {"autotp_size": tensor}, "optimizer": {"type": "SGD", "params": SGD}, **more}
     settings = config(world, stage, ep_size, expert_parallel={"enabled": False}, train_batch_size=4 * tensor, **more)
@@ -164,14 +166,17 @@ def own_engine(rank, world, ep_size, drop, stage, tensor=2, **more):
 
 def own_layer_body(rank, world, cases, expected):
     data = rank // 2
-    for ep_size, drop, stage in cases:
-        engine, named = own_engine(rank, world, ep_size, drop, stage)
+    for ep_size, drop, stage, sliced in cases:
+        engine, named = own_engine(rank, world, ep_size, drop, stage, sliced=sliced)
         losses, params = expected[drop]
         found = step_losses(engine, (moe_batch(step, data) for step in range(3)))
         assert found == pytest.approx([step[data] for step in losses], abs=3e-6), (ep_size, drop, stage)
         for name, value in weights(engine).items():
             torch.testing.assert_close(value, params[named(name)], rtol=1e-4, atol=5e-6)
+        weight = engine.module.blocks[0].layer.deepspeed_moe.experts.deepspeed_experts[0][0].weight
+        assert is_sharded(weight) or len(weight) == (rank % 2 * -1 + 5 if sliced else 9)
         engine.destroy()
+        groups.clear()
 
 
 def own_layers_in_one_process(steps, drop):
@@ -181,21 +186,33 @@ def own_layers_in_one_process(steps, drop):
 
 
 def test_layers_with_experts_of_the_script_beside_cut_layers():
-    cases = [(4, True, 2), (2, False, 1), (1, True, 0), (4, False, 3)]
+    cases = [(4, True, 2, False), (2, False, 1, False), (1, True, 0, False), (4, False, 3, False)]
+    cases += [(2, True, 0, True), (2, False, 2, True), (1, False, 1, True), (2, False, 3, True)]
     expected = {drop: own_layers_in_one_process(3, drop) for drop in (False, True)}
     run_ranks(4, own_layer_body, cases, expected, init=True)
 
 
+# How a checkpoint is saved, and how it is loaded: ranks that share experts, stage, ranks that cut layers, and whether
+# they cut the experts, too.
+OWN_CHECKPOINTS = [
+    ["torch", (4, 1, 2, False), (4, 2, 1, False), (2, 0, 4, False), (2, 2, 2, True)],
+    ["safetensors", (4, 3, 2, False), (2, 1, 1, False), (1, 2, 2, True)],
+    ["torch", (2, 2, 2, True), (2, 2, 2, True), (4, 3, 1, False), (4, 1, 2, False)],
+    ["torch", (2, 0, 2, True), (1, 1, 4, True)],
+    ["safetensors", (2, 1, 2, True), (2, 0, 2, False)],
+]
+
+
 def own_checkpoint_body(rank, world, folder, expected):
-    for form, *cases in (("torch", (4, 1, 2), (4, 2, 1), (2, 0, 4)), ("safetensors", (4, 3, 2), (2, 1, 1), (1, 2, 2))):
-        for number, (ep_size, stage, tensor) in enumerate(cases):
+    for tag, (form, *cases) in enumerate(OWN_CHECKPOINTS):
+        for number, (ep_size, stage, tensor, sliced) in enumerate(cases):
             more = {"checkpoint": {"writer": {"format": form}}}
-            engine, named = own_engine(rank, world, ep_size, False, stage, tensor, **more)
+            engine, named = own_engine(rank, world, ep_size, False, stage, tensor, sliced, **more)
             if number == 0:
                 step_losses(engine, (moe_batch(step, rank // 2) for step in range(2)))
-                engine.save_checkpoint(folder, tag=form)
+                engine.save_checkpoint(folder, tag=str(tag))
             else:
-                load_into(engine, folder, tag=form)
+                load_into(engine, folder, tag=str(tag))
             for name, value in weights(engine).items():
                 torch.testing.assert_close(value, expected[named(name)], rtol=1e-4, atol=5e-6)
             engine.destroy()
@@ -223,9 +240,8 @@ def test_different_routes_and_layers_that_do_not_fit_are_named(rank, world):
     refused(ValueError, words, engine_of, folded_model_of("mixtral"), folded(world, 1, 1, expert_parallel=sliced))
     layer = MoE(6, torch.nn.Linear(6, 6), 2, enable_expert_tensor_parallelism=True)
     model = moe_model_of(layer, layer.deepspeed_moe.gate.wg, {})
-    refused(
-        ValueError, "'blocks.0.layer' has enable_expert", engine_of, model, folded(world, 1, 1, expert_parallel=None)
-    )
+    words = "'blocks.0.layer': enable_expert_tensor_parallelism: nothing of its experts can be cut"
+    refused(ValueError, words, engine_of, model, folded(world, 1, 1, expert_parallel=None))
 
 
 @on_ranks(2, init=True)

@@ -26,10 +26,11 @@ def is_linear(module):
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def keep_whole(module):
-    """Says of a module, and of all in it, that none of it is cut: the ranks share it in another way."""
+def keep_whole(module, stays=True):
+    """Says of a module, and of all in it, that none of it is cut: the ranks share it in another way. ``stays`` false
+    takes that back."""
     for one in module.modules():
-        setattr(one, _WHOLE, True)
+        setattr(one, _WHOLE, stays)
 
 
 def stays_whole(module):

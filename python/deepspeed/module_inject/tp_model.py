@@ -27,8 +27,9 @@ def cut_over(model, group, settings=None, policy=None):
     grain = 1 if settings is None else settings.tp.tp_grain_size
     plan = proven_plan(model, group, settings, policy, grain=grain)
     if _computes():
-        shared = [one.deepspeed_moe.experts for one in model.modules() if isinstance(one, MoE) and one.ep_size > 1]
-        same_weights(model, group, shared)  # but for experts, of which each rank has others
+        layers = [one for one in model.modules() if isinstance(one, MoE) and one.ep_size > 1]
+        others = [one.deepspeed_moe.experts for one in layers if not one.enable_expert_tensor_parallelism]
+        same_weights(model, group, others)  # but for experts, of which each rank has others
         share_random_state(group)
     carry_out(model, plan, group, settings is not None and settings.tp_overlap_comm)
     return plan

@@ -18,19 +18,23 @@ class Experts(torch.nn.Module):
         self.deepspeed_experts = torch.nn.ModuleList([copy.deepcopy(expert) for _ in range(num_local_experts)])
         self.num_local_experts = num_local_experts
         self.layer_name = ""
-        self._steps = steps_of(expert)
+        self.see_steps()
         for param in self.deepspeed_experts.parameters():
             param.allreduce = False  # not averaged over all data-parallel ranks
             param.group_name = expert_group_name
         # Stage 3 gathers them together: which of them have rows differs between ranks.
         set_z3_leaf_module(self, True)
 
+    def see_steps(self):
+        """Finds out whether all experts can be computed together; after their layers have been replaced, too."""
+        self._steps = steps_of(self.deepspeed_experts[0])
+
     def __getstate__(self):  # functions of torch cannot all be pickled
         return {name: value for name, value in self.__dict__.items() if name != "_steps"}
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._steps = steps_of(self.deepspeed_experts[0])
+        self.see_steps()
 
     def forward(self, inputs, rows=None, first=0, count=None):
         """Part e of ``inputs`` through expert ``first`` + e: equal parts along dimension 1, ``count`` of them (None: of

@@ -7,6 +7,7 @@ from deepspeed.log import log_dist
 from deepspeed.moe.errors import fail
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.gating import NOISE
+from deepspeed.moe.mappings import tensor_ranks
 from deepspeed.moe.replaced import share_anew
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
@@ -110,7 +111,8 @@ class MoE(torch.nn.Module):
         """
         name = self.expert_group_name
         if name not in groups._get_expert_parallel_group_dict():
-            if groups.mpu is None or not self.enable_expert_tensor_parallelism:
+            unit = groups if groups.mpu is None and tensor_ranks() > 1 else groups.mpu  # with autotp_size
+            if unit is None or not self.enable_expert_tensor_parallelism:
                 groups._create_expert_and_data_parallel(
                     self.ep_size,
                     pp_size=self.stages or ask_mpu(groups.mpu, "world_size", PIPELINE),
@@ -118,7 +120,7 @@ class MoE(torch.nn.Module):
                 )
             else:
                 groups._create_expert_data_and_model_parallel(
-                    self.ep_size, groups.mpu, use_data_before_expert_parallel_=use_data_before_expert_parallel_
+                    self.ep_size, unit, use_data_before_expert_parallel_=use_data_before_expert_parallel_
                 )
         self.deepspeed_moe._set_ep_group(groups._get_expert_parallel_group(name))
         self._number_experts(groups._get_expert_parallel_rank(name))

@@ -145,7 +145,8 @@ def _open_slices(folder, rank, count, cuts, **options):
     staged = (about.get(names.RESERVED_KEY) or {}).get(CHECKPOINT_PP_DEGREE, 1) > 1
     saved, tables = about.get("mp_world_size", count), about.get(TENSOR_CUTS) or {}
     own = {name: cut.table for name, cut in (cuts or {}).items() if cut.table is not None}
-    if staged or (saved == count or cuts is None) and own == tables:
+    known = tables if cuts is None else {name: table for name, table in tables.items() if name in cuts}
+    if staged or (saved == count or cuts is None) and own == known:
         return open_saved(folder, rank, mp_size=count, **options)
     states = [open_saved(folder, other, mp_size=count, **options) for other in range(saved)]
     with _undamaged(folder):

@@ -177,6 +177,10 @@ class Checkpoints:
         weights = ModuleTensors(self.engine.module)
         cuts = {weights.named(name): cut_of(param) for name, param in weights.params.items()}
         tables = {name: cut.table() for name, cut in cuts.items() if cut is not None and cut.dim is not None}
+        for path, experts in self.engine._experts.alike():
+            for name in [one for one in tables if one.startswith(f"{path}.")]:
+                rest = name[len(path) + 1 :].partition(".")[2]
+                tables.update({f"{path}.{number}.{rest}": tables[name] for number in range(experts)})
         if not tables:
             return {}
         info = collect_autotp_universal_checkpoint_info(self.engine.module)

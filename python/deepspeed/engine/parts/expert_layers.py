@@ -20,6 +20,7 @@ from deepspeed.module_inject.auto_ep_folding import (
 )
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.block_twin import keep_whole
+from deepspeed.module_inject.expert_cuts import cut_experts
 from deepspeed.moe.errors import MoEError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.replaced import replace_in_optimizer, trained_instead
@@ -34,6 +35,7 @@ from deepspeed.utils.norms import is_moe_param
 class ExpertLayers(Part):
     """A part of the engine. ``layers``: name in the model -> layer, in the order of ``named_modules()``."""
 
+    layers = {}
     folding = None  # the FoldingGroupHandles where tensor-parallel ranks share the experts of an unchanged model
 
     def keep_from_cut(self):
@@ -41,12 +43,6 @@ class ExpertLayers(Part):
         engine, found = self.engine, []
         for name, layer in engine.module.named_modules():
             if isinstance(layer, MoE):
-                if layer.enable_expert_tensor_parallelism:
-                    raise MoEError(
-                        f"MoE layer '{name}' has enable_expert_tensor_parallelism, which needs experts that the script "
-                        "has sliced and an mpu: leave it out beside tensor_parallel.autotp_size, whose ranks then "
-                        "share the work on their tokens"
-                    )
                 found.append((name, layer))
         if engine._config.expert_parallel_config.enabled:
             for spec in AutoEP(engine.module, self._checked_config()).ep_parser():
@@ -61,6 +57,18 @@ class ExpertLayers(Part):
                 "need all tokens of a sequence: leave the key out",
                 ["tensor_parallel.split_sequence"],
             )
+
+    def cut_sliced(self, group, section):
+        """Cuts the experts of layers that want it over torch's ``group``, after the layers beside them."""
+        for name, layer in self.engine.module.named_modules():
+            if isinstance(layer, MoE) and layer.enable_expert_tensor_parallelism:
+                cut_experts(name, layer, group, section.tp_overlap_comm, section.verify)
+
+    def alike(self):
+        """``(path of a list of experts in the model, how many all ranks have)`` of layers with experts in a list."""
+        for name, layer in self.layers.items():
+            if isinstance(layer, MoE):
+                yield f"{name}.deepspeed_moe.experts.deepspeed_experts", layer.num_experts
 
     def _checked_config(self):
         """The section ``expert_parallel``, which the ranks of the engine fit."""

@@ -34,6 +34,7 @@ class TensorParallel(Part):
         self._check(section)
         engine._experts.keep_from_cut()
         cut_over(engine.module, parallel.mp_group, section)
+        engine._experts.cut_sliced(parallel.mp_group, section)
         log_dist(
             f"Tensor parallelism: {self.ranks} ranks have the same batch, so a step has "
             f"{engine.train_batch_size() // self.ranks} samples on {parallel.data_world_size} data-parallel ranks",
