@@ -95,12 +95,13 @@ def test_four_ranks_cut_the_dense_layers_and_have_copies_of_experts():
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 FAMILY = "deepseek_v3"
+GATHER = {"gather_16bit_weights_on_model_save": True}
 
 
 def engine_at(world, stage, ep_size, tensor, **more):
     """An engine whose data-parallel ranks have 4 samples in all."""
-    gather = {"gather_16bit_weights_on_model_save": True} if stage == 3 else {}
-    more = {"tensor_parallel": {"autotp_size": tensor}, "train_batch_size": 4 * tensor, "zero": gather, **more}
+    more = {"zero": GATHER if stage == 3 else {}, **more}
+    more = {"tensor_parallel": {"autotp_size": tensor}, "train_batch_size": 4 * tensor, **more}
     return engine_of(folded_model_of(FAMILY), config(world, stage, ep_size, **more))
 
 
@@ -206,11 +207,12 @@ OWN_CHECKPOINTS = [
 def own_checkpoint_body(rank, world, folder, expected):
     for tag, (form, *cases) in enumerate(OWN_CHECKPOINTS):
         for number, (ep_size, stage, tensor, sliced) in enumerate(cases):
-            more = {"checkpoint": {"writer": {"format": form}}}
+            more = {"checkpoint": {"writer": {"format": form}}, "zero": GATHER if stage == 3 else {}}
             engine, named = own_engine(rank, world, ep_size, False, stage, tensor, sliced, **more)
             if number == 0:
                 step_losses(engine, (moe_batch(step, rank // 2) for step in range(2)))
                 engine.save_checkpoint(folder, tag=str(tag))
+                engine.save_16bit_model(folder, f"whole{tag}.bin")
             else:
                 load_into(engine, folder, tag=str(tag))
             for name, value in weights(engine).items():
@@ -220,7 +222,14 @@ def own_checkpoint_body(rank, world, folder, expected):
 
 
 def test_checkpoints_of_layers_of_the_script_load_at_any_degree(tmp_path):
-    run_ranks(4, own_checkpoint_body, str(tmp_path), own_layers_in_one_process(2, False)[1], init=True)
+    expected = own_layers_in_one_process(2, False)[1]
+    run_ranks(4, own_checkpoint_body, str(tmp_path), expected, init=True)
+    states = [torch.load(tmp_path / f"whole{tag}.bin") for tag in range(len(OWN_CHECKPOINTS))]
+    states += [get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag) for tag in ("0", "2")]
+    for state in states:
+        assert {plain_name(name, 0) for name in state} == set(expected)
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[plain_name(name, 0)], rtol=1e-4, atol=5e-6)
 
 
 # ---- refusals, marks and facts ---------------------------------------------------------------------------------------

@@ -233,11 +233,14 @@ def _sliced_weights(param_shapes, ranks, flats):
     return found
 
 
-def _named_weights(parts):
-    """Parameters that only some ranks train, experts: every rank has pieces of its own, by name and first element."""
+def _named_weights(parts, takes):
+    """Parameters that only some ranks train, experts: every rank has pieces of its own, by name and first element.
+    Those for whose name ``takes`` is true."""
     found, shapes, strides, weights = {}, {}, {}, {}
     for part in parts:
         for name, pieces in (part["tensors"].get("fp32") or {}).items() if part else ():
+            if not takes(name):
+                continue
             shapes[name] = torch.Size(part["parameters"][name]["shape"])
             found.setdefault(name, {}).update({begin: tensor for begin, tensor in pieces})
         strides.update(part["strides"] if part else {})
@@ -268,21 +271,24 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
     files = get_model_state_files(folder)
     experts = [path for path in files if "expert_" in os.path.basename(path)]
     files = [path for path in files if path not in experts]
-    tables, of_ranks = load(files[0], lazy=True).get("tensor_cuts"), [*zip(_by_stage(optim_files), _by_stage(files))]
-    whole = tables is not None or _is_pipeline(files[0])
-    if not whole and len(of_ranks) > 1:
+    tables, whole = load(files[0], lazy=True).get("tensor_cuts"), _is_pipeline(files[0])
+    optims, models, experts = _by_stage(optim_files), _by_stage(files), _by_stage(experts)
+    if tables is None and not whole and len(models) > 1:
         raise ValueError(
-            f"'{folder}' holds slices of {len(of_ranks)} model-parallel ranks and does not say how they are put "
+            f"'{folder}' holds slices of {len(models)} model-parallel ranks and does not say how they are put "
             "together: convert it with ds_to_universal, which takes rules for that, or save the weights from the run "
             "with save_16bit_model"
         )
-    parsed = [_parse_optim_files(own, folder) for own, _ in of_ranks]
-    named = _named_weights([part for *_, parts in parsed for part in parts])
-    found = [
-        _weights_of(folder, *optims, named, models, experts, exclude_frozen_parameters)
-        for optims, (_, models) in zip(parsed, of_ranks)
-    ]
-    return join_weights(found, tables or {}, folder)
+    tables, parsed = tables or {}, {rank: _parse_optim_files(optims[rank], folder) for rank in optims if rank in models}
+    # Parts of experts that are not cut may lie on any rank.
+    named = _named_weights([part for *_, parts in parsed.values() for part in parts], lambda name: name not in tables)
+    found = []
+    for rank, (stage, ranks, flats, parts) in parsed.items():
+        own = {**named, **_named_weights(parts, tables.__contains__)}
+        own = {name: own[name] for part in parts if part for name in part["parameters"]}
+        given = models[rank], experts.get(rank, ())
+        found.append(_weights_of(folder, stage, ranks, flats, own, *given, exclude_frozen_parameters))
+    return join_weights(found, tables, folder)
 
 
 def _is_pipeline(path):
@@ -293,11 +299,11 @@ def _is_pipeline(path):
 
 
 def _by_stage(paths):
-    """Lists of the files of each stage."""
+    """``{model-parallel rank: its files}``, in the order of the ranks."""
     found = {}
     for path in paths:
         found.setdefault(int(re.search(r"mp_rank_(\d+)_", os.path.basename(path))[1]), []).append(path)
-    return [found[rank] for rank in sorted(found)]
+    return dict(sorted(found.items()))
 
 
 def _layer_files(folder, model_file):
@@ -310,8 +316,8 @@ def _layer_files(folder, model_file):
     }
 
 
-def _weights_of(folder, stage, ranks, flats, parts, named, files, experts, exclude_frozen_parameters):
-    """As ``_weights``, of one stage. ``named``: what ranks of all stages have by name."""
+def _weights_of(folder, stage, ranks, flats, named, files, experts, exclude_frozen_parameters):
+    """As ``_weights``, of one stage. ``named``: weights that its ranks have by name."""
     print(f"Detected checkpoint of type zero stage {stage}, world_size: {ranks}")
     if stage == 3:
         _raise_if_autoep_zero3_partitioned_checkpoint(files)
@@ -324,8 +330,7 @@ def _weights_of(folder, stage, ranks, flats, parts, named, files, experts, exclu
     if not exclude_frozen_parameters:
         found.update(_frozen(states, stage))
     merge = _sliced_weights if stage == 3 else _flat_weights
-    own = {name for part in parts if part for name in part["parameters"]}
-    trained = {**merge(first.param_shapes, ranks, flats), **{name: named[name] for name in own}}
+    trained = {**merge(first.param_shapes, ranks, flats), **named}
     found.update(trained)
     buffers = set(load(files[0], lazy=True)["buffer_names"])
     for state in [*(load(path, lazy=True) for path in experts), _layer_files(folder, files[0])]:

@@ -5,6 +5,7 @@ at a time passes to rank 0, on every rank in the same order.
 """
 
 import contextlib
+import functools
 import os
 
 import torch
@@ -28,9 +29,11 @@ class _PassingWeight(StoredWeight):
     come to the same ones in the same order.
 
     ``parts``: (first element, numel, rank that sends it), in order. ``own``: gives this rank's part, flat; or None.
+    ``joint``: all ranks that have ``own`` call it when one of them sends what it gives.
     """
 
-    def __init__(self, shape, dtype, parts, own, device):
+    def __init__(self, shape, dtype, parts, own, device, joint=False):
+        self.joint = joint
         self.shape, self.dtype, self.parts = torch.Size(shape), dtype, sorted(parts)
         self.own, self.device, self.rank = own, device, dist.get_rank() if dist.is_initialized() else 0
         self.gathered, self._left = 0, []
@@ -50,6 +53,8 @@ class _PassingWeight(StoredWeight):
                 yield self.own()
             elif source == self.rank:
                 dist.send(self.own().to(self.device), 0)
+            elif self.joint and self.own is not None:
+                self.own()
 
     def _parts(self):
         self._start()
@@ -79,11 +84,15 @@ class _JoinedWeight(_PassingWeight):
 
     def _pass(self):
         while self._left:
-            param = self._left.pop()
-            with GatheredParameters([param]) if is_sharded(param) else contextlib.nullcontext():
-                whole = self.cut.join(param.detach().contiguous())
+            whole = _joined(self._left.pop())
             if self.rank == 0:
-                yield whole.contiguous().view(-1)
+                yield whole
+
+
+def _joined(param):
+    """The whole values, flat, of a parameter of which ranks that share a layer have slices. All of them call it."""
+    with GatheredParameters([param]) if is_sharded(param) else contextlib.nullcontext():
+        return cut_of(param).join(param.detach().contiguous()).contiguous().view(-1)
 
 
 def _lent(param):
@@ -134,20 +143,25 @@ def _remote(run, state):
             state[named(name)] = value
             continue
         tensor = value if param is None else param
+        if param is not None and _is_joined(param):
+            own[named(name)] = functools.partial(_joined, param)
+            shape = cut_of(param).whole_shape(saved_part(param)[1])
+            told[named(name)] = [list(shape), str(param.dtype).removeprefix("torch."), 0, shape.numel(), True]
+            continue
         own[named(name)] = _lent(tensor)
         saved = is_sharded(tensor) or saves(run, copies.get(name))  # of slices each rank has another one
         if saved and first_slice and (layer is None or layer[0] in layers.writes):
             shape = saved_part(param)[1] if param is not None else value.shape
-            told[named(name)] = [list(shape), str(value.dtype).removeprefix("torch."), *own_extent(tensor)]
+            told[named(name)] = [list(shape), str(value.dtype).removeprefix("torch."), *own_extent(tensor), False]
     found = {}
     for rank, some in enumerate(Ranks(run.ranks, False).gather(told)):
-        for name, (shape, dtype, begin, numel) in some.items():
-            parts = found.setdefault(name, (shape, getattr(torch, dtype), {}))[2]
+        for name, (shape, dtype, begin, numel, joint) in some.items():
+            parts = found.setdefault(name, (shape, getattr(torch, dtype), {}, joint))[2]
             if numel:
                 parts.setdefault(begin, (begin, numel, rank))
     return {
-        name: _PassingWeight(shape, dtype, parts.values(), own.get(name), run.device)
-        for name, (shape, dtype, parts) in found.items()
+        name: _PassingWeight(shape, dtype, parts.values(), own.get(name), run.device, joint)
+        for name, (shape, dtype, parts, joint) in found.items()
     }
 
 
