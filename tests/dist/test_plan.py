@@ -22,10 +22,11 @@ from deepspeed.planner import Machine
 from deepspeed.planner.measure import main as measure_machine
 from deepspeed.zero.nested import loss_in
 from engine_models import batch, config, loss_of, make_net, net_engine
-from folded_models import folded_model_of
+from folded_models import folded_model_of, moe_model_of
 from harness import on_ranks, run_ranks
 from hf_like_moe import EXPERTS, model_of
 from models import beside, seeded
+from moe_models import moe_layer
 from plan_calls import calls_of, planned_calls
 from runs import engine_of, settings, take_step
 
@@ -209,6 +210,15 @@ def test_the_calls_of_ranks_that_cut_layers_and_share_experts(rank, world, ep_si
     with mock.patch.object(TokenChoiceTopKRouter, "route", balanced_route):
         made = auto_ep_runs.config(2, 1, ep_size, **more)
         check(rank, world, folded_model_of("mixtral"), made, torch.ones(2, 4, auto_ep_runs.WIDTH))
+
+
+@on_ranks(2, init=True)
+def test_the_calls_of_ranks_that_cut_experts(rank, world):
+    layer = moe_layer(4, 1, 2, False, False, enable_expert_tensor_parallelism=True)
+    model = moe_model_of(layer, layer.deepspeed_moe.gate.wg, {})
+    with mock.patch.object(gating, "gate", balanced_gate):
+        more = {"tensor_parallel": {"autotp_size": 2}}
+        check(rank, world, model, settings(1, rows=8, **more), torch.ones(8, auto_ep_runs.WIDTH))
 
 
 def _measure(rank, world, path):

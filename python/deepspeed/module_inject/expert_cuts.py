@@ -8,6 +8,7 @@ from deepspeed.module_inject.block_twin import NotAnalysed, keep_whole
 from deepspeed.module_inject.cut_plan import BlockPlan, cut_block
 from deepspeed.module_inject.tensor_analysis import analyse
 from deepspeed.module_inject.tensor_proof import prove
+from deepspeed.module_inject.tp_model import computes
 from deepspeed.moe.errors import fail
 
 _ROWS = 5
@@ -29,7 +30,7 @@ def cut_experts(name, layer, group, overlap=False, proves=True):
     if not analysed.groups:
         fail(name, f"enable_expert_tensor_parallelism: nothing of its experts can be cut ({analysed.whole})")
     plan = BlockPlan(analysed.groups, analysed.whole, given)
-    if proves:
+    if proves and computes():
         prove(one, f"{name}, an expert", plan, ranks, group)
     for expert in experts.deepspeed_experts:
         cut_block(expert, plan, ranks, group, rank, overlap)

@@ -26,7 +26,7 @@ def cut_over(model, group, settings=None, policy=None):
         return earlier
     grain = 1 if settings is None else settings.tp.tp_grain_size
     plan = proven_plan(model, group, settings, policy, grain=grain)
-    if _computes():
+    if computes():
         layers = [one for one in model.modules() if isinstance(one, MoE) and one.ep_size > 1]
         others = [one.deepspeed_moe.experts for one in layers if not one.enable_expert_tensor_parallelism]
         same_weights(model, group, others)  # but for experts, of which each rank has others
@@ -35,7 +35,7 @@ def cut_over(model, group, settings=None, policy=None):
     return plan
 
 
-def _computes():
+def computes():
     """False in the planner, which has no values: it trusts the plan, which the job proves."""
     return get_accelerator().device_name() != "meta"
 
@@ -58,7 +58,7 @@ def proven_plan(model, group, settings=None, policy=None, training=True, grain=1
         plan = plan_of(model, dist.get_world_size(group), settings, policy, training)
     for name, one in plan.kinds().items():
         _set_grain(model.get_submodule(name), one, grain)
-    if getattr(settings, "verify", True) and _computes():
+    if getattr(settings, "verify", True) and computes():
         for name, one in plan.kinds().items():
             one.given = with_tensors(one.given, lambda _, tensor: _of_first(tensor, group))
             _prove(model.get_submodule(name), name, one, plan, group, training)
