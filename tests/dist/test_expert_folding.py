@@ -3,6 +3,7 @@
 
 import argparse
 import functools
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from auto_ep_runs import batch, check, config, follows, steps_of, train_one
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.autoep_universal import validate_folding_metadata
+from deepspeed.module_inject import explain
 from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.module_inject.auto_ep_folding import build_folding_spec, mark_autoep_folding_partial_router_parameter
@@ -251,6 +253,18 @@ def test_different_routes_and_layers_that_do_not_fit_are_named(rank, world):
     model = moe_model_of(layer, layer.deepspeed_moe.gate.wg, {})
     words = "'blocks.0.layer': enable_expert_tensor_parallelism: nothing of its experts can be cut"
     refused(ValueError, words, engine_of, model, folded(world, 1, 1, expert_parallel=None))
+
+
+def test_the_table_of_a_cut_leaves_experts_to_the_ranks_that_share_them():
+    model, section = folded_model_of("mixtral"), {"tensor_parallel": {"autotp_size": 2}}
+    experts = {"expert_parallel": {"enabled": True, "autoep_size": 4}}
+    shared, whole = (explain(model, {**section, **more}) for more in (experts, {}))
+    assert "layers.0.block_sparse_moe.experts: of a layer with experts, 0.25 of its weights" in shared
+    assert "block_sparse_moe.experts.0.w1.weight: dimension" in whole and "experts.0.w1" not in shared
+    found = [int(re.search(r"rank 0: ([\d,]+) bytes", text)[1].replace(",", "")) for text in (shared, whole)]
+    of_experts = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
+    slices = 3 / 5  # of 5 channels
+    assert found[1] - found[0] == pytest.approx(4 * of_experts * (slices - 1 / 4))
 
 
 @on_ranks(2, init=True)

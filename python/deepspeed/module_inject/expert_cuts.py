@@ -1,17 +1,31 @@
-"""Experts of ``deepspeed.moe`` that are cut over the ranks that cut the layers beside them
+"""Experts in models whose other layers are cut: what stays whole, and experts of ``deepspeed.moe`` that are cut, too
 (``enable_expert_tensor_parallelism``)."""
 
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.block_twin import NotAnalysed, keep_whole
 from deepspeed.module_inject.cut_plan import BlockPlan, cut_block
 from deepspeed.module_inject.tensor_analysis import analyse
 from deepspeed.module_inject.tensor_proof import prove
 from deepspeed.module_inject.tp_model import computes
 from deepspeed.moe.errors import fail
+from deepspeed.moe.layer import MoE
 
 _ROWS = 5
+
+
+def parts_with_experts(model, config=None):
+    """``[(name, module, share)]`` of what the cut of a model's blocks leaves whole: layers of ``deepspeed.moe``, and
+    with ``config``, an ``AutoEPConfig``, routers and experts of the layers that it describes. ``share``: of the
+    module's weights that a rank will have."""
+    found = [(name, one, 1.0) for name, one in model.named_modules() if isinstance(one, MoE)]
+    for spec in AutoEP(model, config).ep_parser() if config is not None else ():
+        layer = model.get_submodule(spec.moe_module_name)
+        for name, share in ((spec.router_name, 1.0), (spec.experts_name, 1 / config.autoep_size)):
+            found.append((f"{spec.moe_module_name}.{name}", getattr(layer, name), share))
+    return found
 
 
 def cut_experts(name, layer, group, overlap=False, proves=True):

@@ -4,7 +4,10 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.errors import config_error
 from deepspeed.config.getters import load_ds_config
 from deepspeed.config.sections import TPTrainingConfig
+from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+from deepspeed.module_inject.block_twin import keep_whole
 from deepspeed.module_inject.cut_plan import cuts_of, plan_of
+from deepspeed.module_inject.expert_cuts import parts_with_experts
 
 
 def explain(model, config):
@@ -17,10 +20,11 @@ def explain(model, config):
 
     ValueError where ``tensor_parallel.autotp_size`` is below 2.
     """
+    given = config._param_dict if isinstance(config, DeepSpeedConfig) else load_ds_config(config)
     if isinstance(config, DeepSpeedConfig):
         section = config.tensor_parallel_config
     else:
-        section = TPTrainingConfig(**load_ds_config(config).get("tensor_parallel", {}))
+        section = TPTrainingConfig(**given.get("tensor_parallel", {}))
     ranks = section.autotp_size
     if ranks < 2:
         raise config_error(
@@ -28,7 +32,15 @@ def explain(model, config):
             "share the layers",
             ["tensor_parallel.autotp_size"],
         )
-    plan = plan_of(model, ranks, section)
+    experts = given.get("expert_parallel") or {}
+    parts = parts_with_experts(model, parse_autoep_config(experts) if experts.get("enabled") else None)
+    for _, part, _ in parts:
+        keep_whole(part)
+    try:
+        plan = plan_of(model, ranks, section)
+    finally:
+        for _, part, _ in parts:
+            keep_whole(part, False)
     lines = [f"{type(model).__name__} over {ranks} ranks, as {plan.source.name} says"]
     for name, one in plan.kinds().items():
         block = model.get_submodule(name)
@@ -44,7 +56,9 @@ def explain(model, config):
         lines.append(f"  all-reduces: {len(_rows(one))} forward, {sum(group.reads for group in one.groups)} backward")
     lines += [f"{layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in plan.outside.items()]
     lines += [f"{layer}: whole, {reason}" for layer, reason in plan.kept.items()]
-    lines += [f"rank {rank}: {bytes_of(model, plan, rank):,} bytes of weights" for rank in range(ranks)]
+    lines += [f"{name}: of a layer with experts, {share:.3g} of its weights on a rank" for name, _, share in parts]
+    shares = {f"{name}.": share for name, _, share in parts}
+    lines += [f"rank {rank}: {bytes_of(model, plan, rank, shares):,} bytes of weights" for rank in range(ranks)]
     text = "\n".join(lines)
     print(text)
     return text
@@ -54,8 +68,9 @@ def _rows(plan):
     return [row for group in plan.groups for row in group.rows]
 
 
-def bytes_of(model, plan, rank):
-    """Bytes of a model's weights on a rank. Layers that a rule cuts count an equal share."""
+def bytes_of(model, plan, rank, shares):
+    """Bytes of a model's weights on a rank. Layers that a rule cuts count an equal share; ``shares``: begin of names ->
+    share of the weights that have such a name."""
     cuts = {
         f"{name}.{param}".lstrip("."): cut.width(rank) / cut.size()
         for name, one in plan.blocks.items()
@@ -63,8 +78,11 @@ def bytes_of(model, plan, rank):
     }
     ruled = [f"{name}.{layer}.".lstrip(".") for name, one in plan.blocks.items() for layer in one.ruled]
     ruled = (*ruled, *(f"{layer}." for layer in plan.outside))
-    total = 0
+    total, others = 0, tuple(shares)
     for name, param in model.named_parameters():
         whole = getattr(param, "ds_numel", param.numel()) * param.element_size()
+        if name.startswith(others):
+            total += round(whole * next(share for begin, share in shares.items() if name.startswith(begin)))
+            continue
         total += round(whole * cuts.get(name, 1 / plan.ranks if ruled and name.startswith(ruled) else 1))
     return total

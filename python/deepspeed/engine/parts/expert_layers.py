@@ -20,7 +20,7 @@ from deepspeed.module_inject.auto_ep_folding import (
 )
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.block_twin import keep_whole
-from deepspeed.module_inject.expert_cuts import cut_experts
+from deepspeed.module_inject.expert_cuts import cut_experts, parts_with_experts
 from deepspeed.moe.errors import MoEError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.replaced import replace_in_optimizer, trained_instead
@@ -40,16 +40,10 @@ class ExpertLayers(Part):
 
     def keep_from_cut(self):
         """Says of routers and experts that tensor parallelism leaves them whole; before it cuts the model."""
-        engine, found = self.engine, []
-        for name, layer in engine.module.named_modules():
-            if isinstance(layer, MoE):
-                found.append((name, layer))
-        if engine._config.expert_parallel_config.enabled:
-            for spec in AutoEP(engine.module, self._checked_config()).ep_parser():
-                layer = engine.module.get_submodule(spec.moe_module_name)
-                parts = (spec.router_name, spec.experts_name)
-                found += [(f"{spec.moe_module_name}.{name}", getattr(layer, name)) for name in parts]
-        for _, module in found:
+        engine = self.engine
+        config = self._checked_config() if engine._config.expert_parallel_config.enabled else None
+        found = parts_with_experts(engine.module, config)
+        for _, module, _ in found:
             keep_whole(module)
         if found and getattr(engine._config.tensor_parallel_config, "split_sequence", False):
             raise config_error(
