@@ -195,8 +195,8 @@ def test_layers_with_experts_of_the_script_beside_cut_layers():
     run_ranks(4, own_layer_body, cases, expected, init=True)
 
 
-# How a checkpoint is saved, and how it is loaded: ranks that share experts, stage, ranks that cut layers, and whether
-# they cut the experts, too.
+# Checkpoints, each saved in the first way and loaded in the others: ranks that share experts, stage, ranks that cut
+# layers, and whether they cut the experts, too.
 OWN_CHECKPOINTS = [
     ["torch", (4, 1, 2, False), (4, 2, 1, False), (2, 0, 4, False), (2, 2, 2, True)],
     ["safetensors", (4, 3, 2, False), (2, 1, 1, False), (1, 2, 2, True)],

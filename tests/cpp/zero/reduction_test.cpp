@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../comm/thread_job.h"
 #include "../on_threads.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
@@ -91,6 +92,40 @@ TEST(Reduction, NoBucketWaitsForParametersThatAreLeftOut) {
       EXPECT_TRUE(at::allclose(engine->states().full(StateKind::kGrad, 0, 3), at::ones({40}) * 1.5));
       engine->grads().grad_uses().leave_out({});
       EXPECT_EQ(overlapped({}), 6);
+    });
+  }
+}
+
+// Experts on the ranks that cut the dense layers: the dense parameters have one rank each, and buckets of experts leave
+// while backward runs, behind buckets that are their own sums.
+TEST(Reduction, ExpertsHaveMoreRanksThanDenseParameters) {
+  constexpr int kWorld = 2;
+  for (int stage : {0, 1, 2}) {
+    comm::Meeting meeting(/*waits=*/false, true);
+    on_threads(kWorld, [&](int rank) {
+      const plan::ProcessGrid grid(kWorld, {{"pp", 1, ""}, {"dp", 1, ""}, {"sp", 1, ""}, {"tp", kWorld, ""}});
+      const auto mesh = std::make_shared<comm::ProcessMesh>(grid, comm::job_of(rank, kWorld, meeting));
+      mesh->fold("experts", {"dp", "tp"}, {{"edp", 0, ""}, {"ep", 1, ""}});
+      std::vector<at::Tensor> weights;
+      for (int number = 0; number < 4; ++number) weights.push_back(at::ones({40}).set_requires_grad(true));
+      std::vector<ParamSpec> specs = specs_of(weights);
+      specs[1].rule = specs[2].rule = "experts";
+      EngineOptions options;
+      options.policy = stage_policy(stage);
+      options.reducer.overlap = true;
+      options.reducer.bucket_numel = 40;
+      auto engine = engine_of(specs, options, mesh);
+      for (int step = 0; step < 3; ++step) {  // the first one learns
+        engine->grads().clear();
+        at::Tensor loss = at::zeros({});
+        for (const at::Tensor& weight : weights) loss = loss + weight.sum();
+        run_backward(*engine, loss * (rank + 1));
+        for (int number = 0; number < 4; ++number) {
+          const double expected = number == 0 || number == 3 ? rank + 1 : 3;  // 1 + 2
+          EXPECT_TRUE(at::allclose(engine->states().full(StateKind::kGrad, 0, number), at::ones({40}) * expected))
+              << "stage " << stage << " step " << step << " weight " << number;
+        }
+      }
     });
   }
 }
