@@ -17,7 +17,7 @@ from deepspeed.log import log_dist
 from deepspeed.module_inject import probe, tensor_analysis, tp_shard
 from deepspeed.module_inject.autotp_config import PartitionType
 from deepspeed.module_inject.block_twin import NotAnalysed, features, is_linear, with_tensors
-from deepspeed.module_inject.cut_group import Part, change_counts, own_units
+from deepspeed.module_inject.cut_group import Part, change_counts, grained_runs, own_units
 from deepspeed.module_inject.cut_sources import ANALYSIS, Source, roles_in, source_of
 from deepspeed.module_inject.layers import (
     HiddenParallelEmbedding,
@@ -25,12 +25,15 @@ from deepspeed.module_inject.layers import (
     LinearLayer,
     SubParamLinearAllreduce,
     SubParamLinearLayer,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
     cut_embedding,
     cut_param,
     exchange_of,
     set_autotp_mode,
 )
 from deepspeed.module_inject.unsharded import unshard
+from deepspeed.module_inject.vocabulary import Vocabulary, vocabulary_of
 from deepspeed.utils.random_state import OwnRandomNumbers
 
 # Integers of modules that a rule without an analysis shares, by their published names.
@@ -58,7 +61,7 @@ class CutPlan:
     """The cut of a model. ``blocks``: name of a block -> its ``BlockPlan``; blocks of one kind share it.
     ``outside``: ``{layer: TPLayerSpec}`` of layers outside of blocks. ``summed``: modules whose parameters every rank
     has whole and sees a part of the gradient of, as rules say. ``kept``: ``{layer: reason}`` of layers outside of
-    blocks that stay whole against a rule."""
+    blocks that stay whole against a rule. ``vocabulary``: the head and the embeddings that are cut over the words."""
 
     ranks: int
     blocks: dict
@@ -66,6 +69,7 @@ class CutPlan:
     outside: dict = dataclasses.field(default_factory=dict)
     summed: list = dataclasses.field(default_factory=list)
     kept: dict = dataclasses.field(default_factory=dict)
+    vocabulary: Vocabulary = None
 
     def reasons(self):
         """``{layer: reason}`` of layers that stay whole, one block of each kind."""
@@ -99,7 +103,7 @@ def plan_of(model, ranks, settings=None, policy=None, training=True):
             plans[kind] = _plan_block(name, block, calls.get(kind), ranks, source, roles, training)
         if kind in plans:
             found[name] = plans[kind]
-    made = CutPlan(ranks, found, source)
+    made = CutPlan(ranks, found, source, vocabulary=vocabulary_of(model, found, ranks, settings) if training else None)
     _plan_outside(model, made, roles)
     return made
 
@@ -151,7 +155,8 @@ def _plan_outside(model, plan, roles):
         module = model.get_submodule(name)
         if spec.grad_allreduce and not any(f"{name}.{last}" in partial for last in module._parameters):
             plan.summed.append(name)
-        if not _cuts(spec) or name.startswith(inside) or "" in plan.blocks:
+        worded = plan.vocabulary is not None and name in plan.vocabulary.layers
+        if not _cuts(spec) or name.startswith(inside) or "" in plan.blocks or worded:
             continue
         if not is_linear(module) and not isinstance(module, nn.Embedding):
             plan.kept[name] = f"a {type(module).__name__} cannot be cut"
@@ -194,6 +199,8 @@ def cut_model(model, plan, group, overlap=False, training=True):
     unshard(model)
     for name, spec in plan.outside.items():
         _cut_by_rule(model, name, spec, group, overlap)
+    if plan.vocabulary is not None:
+        _cut_vocabulary(model, plan, group, overlap)
     for name in plan.summed:
         for param in model.get_submodule(name).parameters(recurse=False):
             cut_param(param, None, None, group, rank, partial=True)
@@ -237,6 +244,20 @@ def cut_block(block, plan, ranks, group, rank, overlap=False):
     if places:
         exchange = exchange_of(group, overlap)
         block.forward = functools.partial(_with_own_arguments, block.forward, places, ranks, rank, exchange)
+
+
+def _cut_vocabulary(model, plan, group, overlap):
+    """Cuts the head and the embeddings that read its words. A weight that they share is cut once."""
+    vocabulary, made = plan.vocabulary, {}
+    cut = _C.TensorCut([vocabulary.words], [grained_runs(vocabulary.words, plan.ranks, 1)])
+    for name in vocabulary.embeddings:
+        layer = model.get_submodule(name)
+        if layer not in made:  # models name one embedding several times
+            made[layer] = VocabParallelEmbedding(layer, group, name=name, cut=cut)
+        replace_module(model, name, made[layer])
+    head, more = model.get_submodule(vocabulary.head), {"name": vocabulary.head, "overlap": overlap, "cut": cut}
+    made = VocabParallelLinear(head, group, overwrite=vocabulary.overwrite, **more)
+    replace_module(model, vocabulary.head, made)
 
 
 def _cut_by_rule(model, name, spec, group, overlap):

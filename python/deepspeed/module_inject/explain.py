@@ -4,6 +4,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.errors import config_error
 from deepspeed.config.getters import load_ds_config
 from deepspeed.config.sections import TPTrainingConfig
+from deepspeed.module_inject.cut_group import grained_runs
 from deepspeed.module_inject.cut_plan import cuts_of, plan_of
 
 
@@ -43,6 +44,8 @@ def explain(model, config):
         lines += [f"  {layer}: whole, {reason}" for layer, reason in one.whole.items()]
         lines.append(f"  all-reduces: {len(_rows(one))} forward, {sum(group.reads for group in one.groups)} backward")
     lines += [f"{layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in plan.outside.items()]
+    if plan.vocabulary is not None:
+        lines += [f"{layer}: cut over {plan.vocabulary.words} words" for layer in plan.vocabulary.layers]
     lines += [f"{layer}: whole, {reason}" for layer, reason in plan.kept.items()]
     lines += [f"rank {rank}: {bytes_of(model, plan, rank):,} bytes of weights" for rank in range(ranks)]
     text = "\n".join(lines)
@@ -63,6 +66,10 @@ def bytes_of(model, plan, rank):
     }
     ruled = [f"{name}.{layer}.".lstrip(".") for name, one in plan.blocks.items() for layer in one.ruled]
     ruled = (*ruled, *(f"{layer}." for layer in plan.outside))
+    if plan.vocabulary is not None:
+        start, stop = grained_runs(plan.vocabulary.words, plan.ranks, 1)[rank]
+        share = (stop - start) / plan.vocabulary.words
+        cuts.update({f"{layer}.{last}": share for layer in plan.vocabulary.layers for last in ("weight", "bias")})
     total = 0
     for name, param in model.named_parameters():
         whole = getattr(param, "ds_numel", param.numel()) * param.element_size()

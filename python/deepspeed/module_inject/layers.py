@@ -19,6 +19,8 @@ from deepspeed.module_inject.universal_info import (  # noqa: F401 (published he
     _subparam_shard_widths,
     collect_autotp_universal_checkpoint_info,
 )
+from deepspeed.module_inject.vocab_logits import VocabLogits
+from deepspeed.sequence.vocab_slice import VocabSlice
 from deepspeed.utils import tensor_slices
 from deepspeed.utils.param_cut import ParamCut, cut_of, join_over
 
@@ -47,6 +49,8 @@ def cut_param(param, dim, cut, group, rank, partial=False, kind="column"):
     """Keeps this rank's slice of a parameter, in place, and notes which one that is. ``kind``: "column" or "row", how
     its layer is cut. In training mode the gradients of copies are summed."""
     made, earlier = ParamCut(dim, cut, group, rank, partial), cut_of(param)
+    if earlier is not None and cut is not None and earlier.cut is cut and earlier.dim == dim:
+        return  # another layer has the same parameter
     with torch.no_grad():
         param.data = made.own(param.data).clone()
     param.ds_param_cut = made
@@ -192,13 +196,29 @@ class LinearAllreduce(TensorParallel_Layer):
         return made if self.bias is None else made + self.bias.to(made.dtype)  # autocast computes in another type
 
 
-class LmHeadLinearAllreduce(LinearAllreduce):
-    """A head that is cut along its inputs and reads all of them: each rank takes its own."""
+class LinearAllreduceWithReplicatedInput(LinearAllreduce):
+    """A linear layer that is cut along its inputs and reads all of them: each rank takes its own."""
 
     def forward(self, input):
-        """input: (..., all inputs); result: (..., words), on every rank."""
+        """input: (..., all inputs); result: (..., outputs), on every rank."""
         copied = self.exchange.copy_in(input)
         return super().forward(tensor_slices.narrow(copied, copied.dim() - 1, self.cut, self.tp_index))
+
+
+class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
+    """A head, whose outputs are the words, that is cut along its inputs."""
+
+
+class ScatterToTensorParallelRegion:
+    """``ScatterToTensorParallelRegion.apply(mp_group, input)``: this rank's part of the last dimension of ``input``, which
+    all ranks of torch's ``mp_group`` have alike. The gradient is gathered from the ranks."""
+
+    @staticmethod
+    def apply(mp_group, input):
+        """input: (..., features); result: (..., this rank's features)."""
+        cut = even_cut([input.shape[-1]], dist.get_world_size(mp_group))
+        widths = [cut.width(rank) for rank in range(cut.ranks())]
+        return _C.split_widths(mesh_views.tensor_ranks(mp_group), input, input.dim() - 1, widths)
 
 
 class _SubParams(TensorParallel_Layer):
@@ -288,6 +308,67 @@ class Yuan_LinearAllreduce(LinearAllreduce):
 
     def _cut_of(self, size):
         return even_cut([size // 2, size - size // 2], self.tp_world_size, self.name)
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------------------
+class VocabParallelLinear(LinearLayer):
+    """A head of which each rank has some words. It gives ``VocabLogits``, of which ``torch.nn.functional.cross_entropy``
+    is computed without the logits of all words. ``overwrite``: backward writes their gradient over the logits."""
+
+    def __init__(self, module, mp_group=None, overwrite=False, **kwargs):
+        super().__init__(module, mp_group, **kwargs)
+        self.words, self.overwrite = _words_of(self.cut, mp_group, self.tp_index), overwrite
+
+    def forward(self, input):
+        """input: (..., features); result: (..., this rank's words)."""
+        made = super().forward(input)
+        return made if self.gather_output else VocabLogits.of(made, self.words, self.cut, self.overwrite)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding of which each rank has some words; all ranks get the features of all tokens. ``module``: the whole
+    embedding; ``cut``: the native ``TensorCut`` of the words, in place of the published sizes."""
+
+    def __init__(self, module, mp_group=None, name=None, cut=None):
+        super().__init__()
+        if module.max_norm is not None:
+            raise ValueError(f"'{name}' has a max_norm, which changes words as they are read: leave it whole")
+        self.weight, self.mp_group = module.weight, mp_group
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
+        ranks, rank = (1, 0) if mp_group is None else (dist.get_world_size(mp_group), dist.get_rank(mp_group))
+        self.cut = even_cut([module.num_embeddings], ranks, name) if cut is None else cut
+        self.words = _words_of(self.cut, mp_group, rank)
+        self.options = {key: getattr(module, key) for key in ("scale_grad_by_freq", "sparse")}
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        if self.words.start <= padding < self.words.stop:
+            self.options["padding_idx"] = padding - self.words.start
+        cut_param(self.weight, 0, self.cut, mp_group, rank)
+        self.train(module.training)
+
+    def forward(self, input):
+        """input: (...), numbers of words; result: (..., features). IndexError for a word that there is not; on a GPU its
+        features are zeros."""
+        if input.device.type == "cpu" and input.numel():
+            least, most = (int(one) for one in input.aminmax())
+            if least < 0 or most >= self.num_embeddings:
+                word = least if least < 0 else most
+                raise IndexError(f"word {word} is not one of the {self.num_embeddings} words of the embedding")
+        elsewhere = (input < self.words.start) | (input >= self.words.stop)
+        if self.words.stop == self.words.start:
+            made = self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
+        else:
+            places = (input - self.words.start).masked_fill(elsewhere, 0)
+            made = nn.functional.embedding(places, self.weight, **self.options)
+        made = made.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return exchange_of(self.mp_group).sum_out(made)
+
+
+def _words_of(cut, group, rank):
+    """The ``VocabSlice`` of a rank. ``cut``: of the words, which each rank has in a row."""
+    ends = [0]
+    for one in range(cut.ranks()):
+        ends.append(ends[-1] + cut.width(one))
+    return VocabSlice(group, ends[rank], ends[rank + 1], cut.size())
 
 
 # ---- embeddings -----------------------------------------------------------------------------------------------------
