@@ -42,6 +42,13 @@ def test_a_vocabulary_that_is_cut(rank, world, name, stage, accumulate, backend)
     assert isinstance(read, VocabParallelEmbedding) and (read.weight is head.weight) is ("tied" in name)
 
 
+@over("stage", "accumulate", world=[2, 3], name=["llama", "gpt2", "t5", "llama, tied"], vocabulary=[False, True], cover="pairs")
+@on_ranks()
+def test_sequences_that_are_split_between_blocks(rank, world, name, stage, accumulate, vocabulary):
+    split = {"split_sequence": True, "vocab_parallel_lm_head": vocabulary}
+    equals_plain(rank, name, Case(stage, world, accumulate=accumulate, tensor=world, split=split))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(4)
 def test_two_groups_see_different_data(rank, world, stage):

@@ -32,6 +32,7 @@ from deepspeed.module_inject.layers import (
     exchange_of,
     set_autotp_mode,
 )
+from deepspeed.module_inject.split_sequence import check_closed, split_block, splits_of
 from deepspeed.module_inject.unsharded import unshard
 from deepspeed.module_inject.vocabulary import Vocabulary, vocabulary_of
 from deepspeed.utils.random_state import OwnRandomNumbers
@@ -61,7 +62,8 @@ class CutPlan:
     """The cut of a model. ``blocks``: name of a block -> its ``BlockPlan``; blocks of one kind share it.
     ``outside``: ``{layer: TPLayerSpec}`` of layers outside of blocks. ``summed``: modules whose parameters every rank
     has whole and sees a part of the gradient of, as rules say. ``kept``: ``{layer: reason}`` of layers outside of
-    blocks that stay whole against a rule. ``vocabulary``: the head and the embeddings that are cut over the words."""
+    blocks that stay whole against a rule. ``vocabulary``: the head and the embeddings that are cut over the words.
+    ``split``: between blocks each rank has a part of every sequence."""
 
     ranks: int
     blocks: dict
@@ -70,6 +72,7 @@ class CutPlan:
     summed: list = dataclasses.field(default_factory=list)
     kept: dict = dataclasses.field(default_factory=dict)
     vocabulary: Vocabulary = None
+    split: bool = False
 
     def reasons(self):
         """``{layer: reason}`` of layers that stay whole, one block of each kind."""
@@ -103,7 +106,10 @@ def plan_of(model, ranks, settings=None, policy=None, training=True):
             plans[kind] = _plan_block(name, block, calls.get(kind), ranks, source, roles, training)
         if kind in plans:
             found[name] = plans[kind]
-    made = CutPlan(ranks, found, source, vocabulary=vocabulary_of(model, found, ranks, settings) if training else None)
+    made = CutPlan(ranks, found, source)
+    if training:
+        made.vocabulary = vocabulary_of(model, found, ranks, settings)
+        made.split = bool(getattr(settings, "split_sequence", False))
     _plan_outside(model, made, roles)
     return made
 
@@ -192,10 +198,14 @@ def cut_model(model, plan, group, overlap=False, training=True):
     """Cuts a model in place for this rank of torch's ``group``. Every rank of the group calls it."""
     rank = dist.get_rank(group)
     set_autotp_mode(training)
+    splits = splits_of(model, plan.blocks, group) if plan.split else {}
     for name, one in plan.blocks.items():
         block = model.get_submodule(name)
         unshard(block)
         cut_block(block, one, plan.ranks, group, rank, overlap)
+        if name in splits:
+            split_block(block, name, one, group, *splits[name])
+    check_closed(model, splits)
     unshard(model)
     for name, spec in plan.outside.items():
         _cut_by_rule(model, name, spec, group, overlap)

@@ -85,6 +85,7 @@ class TensorParallel_Layer(nn.Module):
     """
 
     along_outputs = True
+    split = None  # a SequenceSplit: each rank has a part of every sequence outside of cut layers
 
     def __init__(self, module, mp_group=None, name=None, cut=None, overlap=False, skip_partition=False):
         super().__init__()
@@ -166,7 +167,8 @@ class LinearLayer(TensorParallel_Layer):
         if self.overlap and not casts:
             made = self.exchange.linear(input, weight, self.bias)
         else:
-            made = nn.functional.linear(self.exchange.copy_in(input), weight, self.bias)
+            copied = self.exchange.copy_in(input) if self.split is None else self.split.gather(input)
+            made = nn.functional.linear(copied, weight, self.bias)
         if not self.gather_output or self.tp_world_size == 1:
             return made
         return join_over(self.mp_group, self.cut, made, -1)
@@ -192,7 +194,8 @@ class LinearAllreduce(TensorParallel_Layer):
 
     def forward(self, input):
         """input: (..., this rank's inputs); result: (..., outputs), on every rank."""
-        made = self.exchange.sum_out(self._own(input, None))
+        part = self._own(input, None)
+        made = self.exchange.sum_out(part) if self.split is None else self.split.scatter(part)
         return made if self.bias is None else made + self.bias.to(made.dtype)  # autocast computes in another type
 
 

@@ -4,6 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.errors import config_error
 from deepspeed.log import log_dist, logger
 from deepspeed.module_inject.block_twin import features, with_tensors
 from deepspeed.module_inject.cut_plan import cut_model, plan_of
@@ -23,12 +24,19 @@ def cut_over(model, group, settings=None, policy=None):
     earlier = earlier_plan(model, dist.get_world_size(group), "tensor_parallel.autotp_size")
     if earlier is not None:
         return earlier
+    overlap, split = (getattr(settings, key, False) for key in ("tp_overlap_comm", "split_sequence"))
+    if overlap and split:
+        raise config_error(
+            "tensor_parallel.tp_overlap_comm overlaps all-reduces, and with split_sequence there are none: leave one of "
+            "them out",
+            ["tensor_parallel.tp_overlap_comm", "tensor_parallel.split_sequence"],
+        )
     grain = 1 if settings is None else settings.tp.tp_grain_size
     plan = proven_plan(model, group, settings, policy, grain=grain)
     if _computes():
         same_weights(model, group)
         share_random_state(group)
-    carry_out(model, plan, group, settings is not None and settings.tp_overlap_comm)
+    carry_out(model, plan, group, overlap)
     return plan
 
 
@@ -59,6 +67,8 @@ def proven_plan(model, group, settings=None, policy=None, training=True, grain=1
         for name, one in plan.kinds().items():
             one.given = with_tensors(one.given, lambda _, tensor: _of_first(tensor, group))
             _prove(model.get_submodule(name), name, one, plan, group, training)
+            if plan.split:
+                _prove(model.get_submodule(name), name, one, plan, group, training, split=True)
     return plan
 
 
@@ -69,14 +79,14 @@ def carry_out(model, plan, group, overlap=False, training=True):
     tell(plan)
 
 
-def _prove(block, name, one, plan, group, training):
+def _prove(block, name, one, plan, group, training, split=False):
     """An error, or a warning where a script wrote the rules."""
     if one.given is None or not one.groups and not one.ruled:
         return
     try:
-        prove(block, name, one, plan.ranks, group, training)
+        prove(block, name, one, plan.ranks, group, training, split)
     except PlanError as error:
-        if not plan.source.by_user:
+        if split or not plan.source.by_user:
             raise
         logger.warning(f"{plan.source.name}: {error}")
 
