@@ -18,6 +18,7 @@ class TensorParallel(Part):
     """A part of the engine: cuts the layers of its model over the ranks of the axis tp."""
 
     ranks, seen = 1, 0  # the ranks that share layers; batches that were compared
+    parts = False  # each rank has a part of every sequence between blocks
 
     def cut(self):
         """Every rank calls it, before the optimizer sees the parameters."""
@@ -33,7 +34,7 @@ class TensorParallel(Part):
                 ["tensor_parallel.autotp_size"],
             )
         self._check(section)
-        cut_over(engine.module, parallel.mp_group, section)
+        self.parts = cut_over(engine.module, parallel.mp_group, section).split
         log_dist(
             f"Tensor parallelism: {self.ranks} ranks have the same batch, so a step has "
             f"{engine.train_batch_size() // self.ranks} samples on {parallel.data_world_size} data-parallel ranks",
@@ -75,6 +76,12 @@ class TensorParallel(Part):
 
     def see_inputs(self, inputs, kwargs):
         """RuntimeError on every rank of a group whose ranks have different batches."""
+        if self.parts and kwargs.get("output_hidden_states"):
+            raise config_error(
+                "output_hidden_states=True needs whole sequences between blocks, and tensor_parallel.split_sequence gives "
+                "each rank a part of them: leave one of them out",
+                ["tensor_parallel.split_sequence"],
+            )
         if self.ranks == 1 or self.seen >= _CHECKED or not self.engine.training:
             return
         self.seen += 1
