@@ -135,6 +135,7 @@ def test_layers_by_themselves(rank, world):
         (own_head.bias, head.bias),
     ):
         assert torch.allclose(own.grad, whole.grad[mine], atol=1e-6)
+    assert torch.allclose(logits.float().sum(), wanted.sum(), atol=1e-4)
     with pytest.raises(IndexError, match="word 11 is not one of the 11 words"):
         own_embedding(torch.tensor([WORDS]))
     with pytest.raises(ValueError, match="target 11 is not one of the 11 words"):

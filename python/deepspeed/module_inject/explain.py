@@ -42,7 +42,11 @@ def explain(model, config):
         lines += [f"  {param}: whole, its gradient is summed" for group in one.groups for param in group.partial]
         lines += [f"  {layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in one.ruled.items()]
         lines += [f"  {layer}: whole, {reason}" for layer, reason in one.whole.items()]
-        lines.append(f"  all-reduces: {len(_rows(one))} forward, {sum(group.reads for group in one.groups)} backward")
+        rows, reads = len(_rows(one)), sum(group.reads for group in one.groups)
+        if plan.split:
+            lines.append(f"  reduce-scatters: {rows} forward, {reads} backward; all-gathers: {reads} forward, {rows} backward")
+        else:
+            lines.append(f"  all-reduces: {rows} forward, {reads} backward")
     lines += [f"{layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in plan.outside.items()]
     if plan.vocabulary is not None:
         lines += [f"{layer}: cut over {plan.vocabulary.words} words" for layer in plan.vocabulary.layers]

@@ -1,13 +1,15 @@
 """Logits of the words that a rank has, where ranks share the vocabulary (``tensor_parallel.vocab_parallel_lm_head``).
 
-A model treats them as any tensor. Its loss, ``torch.nn.functional.cross_entropy``, is computed from the ranks' slices.
-Functions that treat each logit alone and those that choose tokens give slices, too. Every other function gets the logits
+A model treats them as any tensor. Its loss, ``torch.nn.functional.cross_entropy``, is computed from the ranks' slices, and
+so is the sum of all logits. Functions that treat each logit alone and those that choose tokens give slices, too. Every other function gets the logits
 of all words, for which all ranks of the group have to call it.
 """
 
 import torch
 from torch.nn import functional as F
 
+from deepspeed._compat import as_subclass
+from deepspeed._native import _C
 from deepspeed.log import warning_once
 from deepspeed.sequence.cross_entropy import losses_of, reduced
 from deepspeed.utils.param_cut import join_over
@@ -34,7 +36,7 @@ class VocabLogits(torch.Tensor):
     @classmethod
     def of(cls, tensor, words, cut, overwrite=False):
         """``tensor`` as logits of ``words``."""
-        made = tensor.as_subclass(cls)
+        made = as_subclass(tensor, cls)
         made.words, made.cut, made.overwrite = words, cut, overwrite
         return made
 
@@ -51,6 +53,8 @@ class VocabLogits(torch.Tensor):
                 made = _loss(*args, **kwargs)
                 if made is not None:
                     return made
+            if name == "sum" and isinstance(first, cls) and len(args) == 1 and not kwargs:
+                return _C.reduce_over_ranks(first.words.ranks, as_subclass(first, torch.Tensor).sum())
             if isinstance(first, cls) and _keeps(name, first, args[1:], kwargs):
                 if name in ("view", "reshape"):
                     args = (first, *_local_shape(first, args[1:]))
@@ -69,7 +73,7 @@ class VocabLogits(torch.Tensor):
 
 
 def _whole(logits):
-    return join_over(logits.words.group, logits.cut, logits.as_subclass(torch.Tensor), -1)
+    return join_over(logits.words.group, logits.cut, as_subclass(logits, torch.Tensor), -1)
 
 
 def _alike(made, first):
@@ -147,6 +151,6 @@ def _loss(
     plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
     if not plain or isinstance(target, VocabLogits) or input.dim() > 2:
         return None
-    logits = input.as_subclass(torch.Tensor)
+    logits = as_subclass(input, torch.Tensor)
     losses = losses_of(input.words, logits, target, ignore_index, label_smoothing, input.overwrite)
     return reduced(losses, target.ne(ignore_index), reduction).to(input.dtype)
