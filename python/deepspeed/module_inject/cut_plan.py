@@ -23,6 +23,7 @@ from deepspeed.module_inject.layers import (
     HiddenParallelEmbedding,
     LinearAllreduce,
     LinearLayer,
+    OwnWords,
     SubParamLinearAllreduce,
     SubParamLinearLayer,
     VocabParallelEmbedding,
@@ -262,8 +263,10 @@ def _cut_vocabulary(model, plan, group, overlap):
     cut = _C.TensorCut([vocabulary.words], [grained_runs(vocabulary.words, plan.ranks, 1)])
     for name in vocabulary.embeddings:
         layer = model.get_submodule(name)
-        if layer not in made:  # models name one embedding several times
+        if layer not in made and type(layer) is nn.Embedding:  # models name one embedding several times
             made[layer] = VocabParallelEmbedding(layer, group, name=name, cut=cut)
+        elif layer not in made:
+            made[layer], layer.forward = layer, OwnWords(layer, cut, group, name).forward_of(layer)
         replace_module(model, name, made[layer])
     head, more = model.get_submodule(vocabulary.head), {"name": vocabulary.head, "overlap": overlap, "cut": cut}
     made = VocabParallelLinear(head, group, overwrite=vocabulary.overwrite, **more)

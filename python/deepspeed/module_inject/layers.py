@@ -6,6 +6,8 @@ the ranks: Shoeybi et al., "Megatron-LM" (2019). A parameter stays the same obje
 slice; ``cut_param`` writes on it which slice that is (``ParamCut``).
 """
 
+import functools
+
 import torch
 from torch import nn
 
@@ -58,14 +60,19 @@ def cut_param(param, dim, cut, group, rank, partial=False, kind="column"):
         param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
         param.ds_tensor_copies = not cut.owned(rank) and cut.width(rank) > 0
         universal_info.note(param, made, kind)
-    if not is_autotp_training_mode() or earlier is not None:  # a parameter that was cut before has its sum
-        return
-    if partial:
-        _C.sum_gradients(param, mesh_views.tensor_ranks(group))
-    elif cut is not None and cut.copied():
-        holders = cut.holders(rank)
-        ranks = dist.get_all_ranks_from_group(group)
-        sharing = mesh.group_over([ranks[one] for one in holders])
+    if is_autotp_training_mode() and earlier is None:  # a parameter that was cut before has its sum
+        sum_over_holders(param)
+
+
+def sum_over_holders(param):
+    """Lets the gradient of a parameter be the sum over the ranks that have the same elements of it and use them for
+    different results."""
+    made = cut_of(param)
+    if made.partial:
+        _C.sum_gradients(param, mesh_views.tensor_ranks(made.group))
+    elif made.cut is not None and made.cut.copied():
+        ranks = dist.get_all_ranks_from_group(made.group)
+        sharing = mesh.group_over([ranks[one] for one in made.cut.holders(made.rank)])
         _C.sum_gradients(param, mesh_views.tensor_ranks(sharing))
 
 
@@ -334,36 +341,54 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, module, mp_group=None, name=None, cut=None):
         super().__init__()
-        if module.max_norm is not None:
-            raise ValueError(f"'{name}' has a max_norm, which changes words as they are read: leave it whole")
         self.weight, self.mp_group = module.weight, mp_group
-        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
-        ranks, rank = (1, 0) if mp_group is None else (dist.get_world_size(mp_group), dist.get_rank(mp_group))
-        self.cut = even_cut([module.num_embeddings], ranks, name) if cut is None else cut
-        self.words = _words_of(self.cut, mp_group, rank)
-        self.options = {key: getattr(module, key) for key in ("scale_grad_by_freq", "sparse")}
-        padding = -1 if module.padding_idx is None else module.padding_idx
-        if self.words.start <= padding < self.words.stop:
-            self.options["padding_idx"] = padding - self.words.start
-        cut_param(self.weight, 0, self.cut, mp_group, rank)
+        self.embedding_dim, self.cut = module.embedding_dim, cut
+        if cut is None:
+            self.cut = even_cut([module.num_embeddings], 1 if mp_group is None else dist.get_world_size(mp_group), name)
+        self.own_words = OwnWords(module, self.cut, mp_group, name)
+        self.words, self.num_embeddings = self.own_words.words, self.cut.size()
+        self.options = {key: getattr(module, key) for key in ("padding_idx", "scale_grad_by_freq", "sparse")}
         self.train(module.training)
 
     def forward(self, input):
         """input: (...), numbers of words; result: (..., features). IndexError for a word that there is not; on a GPU its
         features are zeros."""
+        return self.own_words.read(input, self._look_up)
+
+    def _look_up(self, places):
+        return nn.functional.embedding(places, self.weight, **self.options)
+
+
+class OwnWords:
+    """The words of an embedding that this rank has. Its weight becomes the rank's rows, in place."""
+
+    def __init__(self, module, cut, group, name=None):
+        if module.max_norm is not None:
+            raise ValueError(f"'{name}' has a max_norm, which changes words as they are read: leave it whole")
+        if cut.size() < cut.ranks():
+            raise ValueError(f"'{name}' has {cut.size()} words, too few for {cut.ranks()} ranks: leave it whole")
+        rank = 0 if group is None else dist.get_rank(group)
+        self.words, self.exchange = _words_of(cut, group, rank), exchange_of(group)
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        is_here = self.words.start <= padding < self.words.stop
+        module.padding_idx = padding - self.words.start if is_here else None
+        cut_param(module.weight, 0, cut, group, rank)
+
+    def read(self, input, look_up):
+        """The features of all tokens. ``look_up``: gives those of some of this rank's words, counted from its first."""
+        words = self.words
         if input.device.type == "cpu" and input.numel():
             least, most = (int(one) for one in input.aminmax())
-            if least < 0 or most >= self.num_embeddings:
+            if least < 0 or most >= words.words:
                 word = least if least < 0 else most
-                raise IndexError(f"word {word} is not one of the {self.num_embeddings} words of the embedding")
-        elsewhere = (input < self.words.start) | (input >= self.words.stop)
-        if self.words.stop == self.words.start:
-            made = self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
-        else:
-            places = (input - self.words.start).masked_fill(elsewhere, 0)
-            made = nn.functional.embedding(places, self.weight, **self.options)
-        made = made.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return exchange_of(self.mp_group).sum_out(made)
+                raise IndexError(f"word {word} is not one of the {words.words} words of the embedding")
+        elsewhere = (input < words.start) | (input >= words.stop)
+        made = look_up((input - words.start).masked_fill(elsewhere, 0))
+        return self.exchange.sum_out(made.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    def forward_of(self, module):
+        """A ``forward`` for an embedding of a class of its own, which treats each token alone."""
+        return functools.partial(self.read, look_up=module.forward)
 
 
 def _words_of(cut, group, rank):

@@ -103,7 +103,10 @@ def prove(block, name, plan, ranks, group, training=True, split=False):
         def own_weight(index, shape):
             return _own_weight(before.weights[index], shape, plan.groups, ranks, rank)
 
-        problem = _difference(before, _Record(cut, plan.given, training, own_weight), cut)
+        after = _Record(cut, plan.given, training, own_weight)
+        if split:  # modules see parts, and layers may see tokens in another order
+            after.outputs = {"": after.outputs[""]}
+        problem = _difference(before, after, cut)
     except (RuntimeError, ValueError, TypeError) as error:
         problem = str(error)
     found = [None] * ranks
@@ -142,7 +145,8 @@ def _difference(before, after, block):
             if wanted is None or one.shape != wanted.shape:
                 continue  # something between two layers that are cut: this rank's channels of it
             if not _close(one, wanted):
-                return f"the output of '{name}' differs by {_gap(one, wanted):.2g}"
+                what = f"'{name}'" if name else "the block"
+                return f"the output of {what} differs by {_gap(one, wanted):.2g}"
     # Gradients that are zero but for rounding (of the bias of keys, for example) are compared with the largest one.
     largest = max((float(grad.abs().max()) for grad in before.grads.values() if grad is not None), default=0.0)
     for name, grad in after.grads.items():

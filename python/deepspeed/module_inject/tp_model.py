@@ -7,6 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.config.errors import config_error
 from deepspeed.log import log_dist, logger
 from deepspeed.module_inject.block_twin import features, with_tensors
+from deepspeed.module_inject.cut_copy import make_copyable
 from deepspeed.module_inject.cut_plan import cut_model, plan_of
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.module_inject.tensor_proof import PlanError, prove
@@ -76,6 +77,7 @@ def carry_out(model, plan, group, overlap=False, training=True):
     """Cuts ``model`` as the plan says, and notes the plan on it."""
     cut_model(model, plan, group, overlap, training)
     setattr(model, PLAN, plan)
+    make_copyable(model, group)
     tell(plan)
 
 

@@ -63,12 +63,12 @@ def vocabulary_of(model, blocks, ranks, settings):
     embeddings, read = [], getattr(model, "get_input_embeddings", lambda: None)()
     for name, module in model.named_modules(remove_duplicate=False):
         tied = name != head and any(param is weight for param in module._parameters.values())
-        if tied and type(module) is not nn.Embedding:
+        if tied and not isinstance(module, nn.Embedding):
             raise config_error(
-                f"{KEY} is true, and '{name}' ({type(module).__name__}) has the weight of '{head}' and is not a plain "
+                f"{KEY} is true, and '{name}' ({type(module).__name__}) has the weight of '{head}' and is not a "
                 "torch.nn.Embedding: leave the key out",
                 [KEY],
             )
-        if tied or module is read and type(module) is nn.Embedding and module.num_embeddings == words:
+        if tied or module is read and isinstance(module, nn.Embedding) and module.num_embeddings == words:
             embeddings.append(name)
     return Vocabulary(head, embeddings, words, backend == "liger")
