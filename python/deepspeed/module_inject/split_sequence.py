@@ -62,7 +62,7 @@ class SequenceSplit:
             )
 
     def gather(self, part):
-        """What layers that are cut along their outputs read, of this rank's tokens ``part``."""
+        """The tokens of all ranks, for layers that are cut along their outputs. ``part``: this rank's tokens."""
         if self.widths is None:
             return self.exchange.copy_in(part)
         return self.exchange.gather_in(part, part.dim() - 2, self._widths_of(part.shape[-2], self.widths[self.rank]))
@@ -74,7 +74,7 @@ class SequenceSplit:
         return self.exchange.scatter_out(part, part.dim() - 2, self._widths_of(part.shape[-2], sum(self.widths)))
 
     def _widths_of(self, found, tokens):
-        """Of a tensor with ``found`` rows, for ``tokens`` tokens of each of some sequences."""
+        """The rows of each rank of a tensor with ``found`` rows: some sequences of ``tokens`` tokens."""
         return [width * (found // max(tokens, 1) or 1) for width in self.widths]
 
 
