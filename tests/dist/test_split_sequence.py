@@ -70,7 +70,11 @@ class Recomputed(look_alikes.LlamaBlock):
     """Its forward runs again in backward."""
 
     def forward(self, x, angles, cache=None):
-        return checkpoint(super().forward, x, angles, cache, use_reentrant=False) if self.training else super().forward(x, angles)
+        return (
+            checkpoint(super().forward, x, angles, cache, use_reentrant=False)
+            if self.training
+            else super().forward(x, angles)
+        )
 
 
 class Model(look_alikes.Decoder):
@@ -119,7 +123,9 @@ def test_dropout(rank, world, recompute):
     zeros, shape = engine.module.blocks[0].seen
     assert 0.2 < zeros < 0.4 and shape[1] == 4 - rank
     torch.manual_seed(rank)  # numbers of evaluation do not matter
-    whole = {name: one.detach().clone() for name, one in engine.module.named_parameters() if one.shape == cut_shape(one)}
+    whole = {
+        name: one.detach().clone() for name, one in engine.module.named_parameters() if one.shape == cut_shape(one)
+    }
     assert len(whole) > 5
     for name, theirs in together(whole)[0].items():
         assert torch.equal(theirs, whole[name]), name
@@ -171,7 +177,10 @@ def test_models_that_need_whole_sequences(rank, world):
     refused(ValueError, "tp_overlap_comm overlaps all-reduces", engine_of, llama(), config(tp_overlap_comm=True))
     refused(ValueError, "there is no list of blocks", engine_of, look_alikes.LlamaBlock(), config())
     tokens = look_alikes.tokens_of(length=8)
-    for attribute, words in (("pools", "the model changes the sequence"), ("ends", "'blocks.1', the last.*did not run")):
+    for attribute, words in (
+        ("pools", "the model changes the sequence"),
+        ("ends", "'blocks.1', the last.*did not run"),
+    ):
         torch.manual_seed(0)
         model = Pooled([look_alikes.LlamaBlock() for _ in range(2)], "rotary", 48)
         engine = engine_of(model, config())

@@ -42,7 +42,14 @@ def test_a_vocabulary_that_is_cut(rank, world, name, stage, accumulate, backend)
     assert isinstance(read, VocabParallelEmbedding) and (read.weight is head.weight) is ("tied" in name)
 
 
-@over("stage", "accumulate", world=[2, 3], name=["llama", "gpt2", "t5", "llama, tied"], vocabulary=[False, True], cover="pairs")
+@over(
+    "stage",
+    "accumulate",
+    world=[2, 3],
+    name=["llama", "gpt2", "t5", "llama, tied"],
+    vocabulary=[False, True],
+    cover="pairs",
+)
 @on_ranks()
 def test_sequences_that_are_split_between_blocks(rank, world, name, stage, accumulate, vocabulary):
     split = {"split_sequence": True, "vocab_parallel_lm_head": vocabulary}

@@ -80,6 +80,17 @@ class CutPlan:
         found = {f"{name}.{one}": text for name, block in self.kinds().items() for one, text in block.whole.items()}
         return {**found, **self.kept}
 
+    def among(self, names):
+        """The plan of a model that has only the modules ``names`` and what is inside of them."""
+        names = set(names)
+
+        def own(found):
+            return {name: one for name, one in found.items() if name.partition(".")[0] in names}
+
+        summed = [name for name in self.summed if name.partition(".")[0] in names]
+        more = {"blocks": own(self.blocks), "outside": own(self.outside), "kept": own(self.kept), "summed": summed}
+        return dataclasses.replace(self, **more)
+
     def kinds(self):
         """``{name of the first block: BlockPlan}`` of each kind of block."""
         first = {}

@@ -44,7 +44,9 @@ def explain(model, config):
         lines += [f"  {layer}: whole, {reason}" for layer, reason in one.whole.items()]
         rows, reads = len(_rows(one)), sum(group.reads for group in one.groups)
         if plan.split:
-            lines.append(f"  reduce-scatters: {rows} forward, {reads} backward; all-gathers: {reads} forward, {rows} backward")
+            lines.append(
+                f"  reduce-scatters: {rows} forward, {reads} backward; all-gathers: {reads} forward, {rows} backward"
+            )
         else:
             lines.append(f"  all-reduces: {rows} forward, {reads} backward")
     lines += [f"{layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in plan.outside.items()]

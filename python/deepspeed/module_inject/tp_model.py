@@ -17,10 +17,11 @@ from deepspeed.zero.parameters.sharded_parameter import is_sharded
 PLAN = "ds_tensor_plan"  # the attribute of a model that is cut
 
 
-def cut_over(model, group, settings=None, policy=None):
+def cut_over(model, group, settings=None, policy=None, chain=None):
     """Cuts ``model`` in place over torch's ``group``, all of whose ranks call it with the same model; rank 0's weights
     count. ``settings``: the section ``tensor_parallel``. Returns the ``CutPlan``. A model that is cut already stays as
-    it is; ValueError where that was done for another number of ranks. PlanError where a cut would compute something
+    it is; ValueError where that was done for another number of ranks. ``chain``: a ``LayerChain`` of the pipeline of which
+    ``model`` has some layers, under the same names. PlanError where a cut would compute something
     else than the model; then no weight has changed. The ranks draw the same random numbers from now on."""
     earlier = earlier_plan(model, dist.get_world_size(group), "tensor_parallel.autotp_size")
     if earlier is not None:
@@ -33,7 +34,7 @@ def cut_over(model, group, settings=None, policy=None):
             ["tensor_parallel.tp_overlap_comm", "tensor_parallel.split_sequence"],
         )
     grain = 1 if settings is None else settings.tp.tp_grain_size
-    plan = proven_plan(model, group, settings, policy, grain=grain)
+    plan = proven_plan(model, group, settings, policy, grain=grain, chain=chain)
     if _computes():
         same_weights(model, group)
         share_random_state(group)
@@ -54,14 +55,16 @@ def earlier_plan(model, ranks, key):
     return earlier
 
 
-def proven_plan(model, group, settings=None, policy=None, training=True, grain=1):
+def proven_plan(model, group, settings=None, policy=None, training=True, grain=1, chain=None):
     """The ``CutPlan`` of ``model`` for the ranks of ``group``; PlanError where it would compute something else. No
     weight changes. ``training`` false: nobody needs gradients. ``grain``: slices of single channels are multiples of it
     where it divides them."""
     set_autotp_mode(training)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if there were no plan
         torch.manual_seed(0)
-        plan = plan_of(model, dist.get_world_size(group), settings, policy, training)
+        plan = plan_of(model if chain is None else chain, dist.get_world_size(group), settings, policy, training)
+    if chain is not None:
+        plan = plan.among(name for name, _ in model.named_children())
     for name, one in plan.kinds().items():
         _set_grain(model.get_submodule(name), one, grain)
     if getattr(settings, "verify", True) and _computes():
@@ -131,9 +134,11 @@ def share_random_state(group):
 
 
 def tell(plan):
-    """Logs what stays whole, once for each kind of block."""
+    """Logs what stays whole, once for each kind of block. A warning where that is everything."""
     whole = ", ".join(f"{layer} ({reason})" for layer, reason in plan.reasons().items())
-    if whole:
+    if whole and not any(one.groups or one.ruled for one in plan.blocks.values()) and not plan.outside:
+        logger.warning(f"Tensor parallelism: no layer of these blocks is cut, every rank has them whole: {whole}")
+    elif whole:
         log_dist(f"Tensor parallelism: every rank has these layers whole: {whole}", ranks=[0])
 
 
