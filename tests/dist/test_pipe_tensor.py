@@ -1,5 +1,7 @@
 """Pipelines whose layers are cut automatically (``tensor_parallel.autotp_size``): pp x tp x dp against one process."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -8,10 +10,12 @@ from torch.nn import functional as F
 import pipe_models as models
 import tensor_models as look_alikes
 from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils.param_cut import cut_of
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import on_ranks, run_ranks
 from models import seeded
 from refusals import refused
@@ -80,12 +84,12 @@ def reference(tied, copies, steps):
     return models.plain_run(Plain(tied), data, loss_of, 0.5)
 
 
-def make(stage, tied, pp, tp, dp, **section):
+def make(stage, tied, pp, tp, dp, more=None, **section):
     module = PipelineModule(
         specs(tied), topology=PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp), loss_fn=loss_of,
         seed_layers=True, base_seed=models.SEED, partition_method="type:Block",
     )  # fmt: skip
-    more = {"tensor_parallel": {"autotp_size": tp, **section}} if tp > 1 else {}
+    more = {**(more or {}), "tensor_parallel": {"autotp_size": tp, **section}}
     return engine_of(module, models.config_of(MICROS, stage, gradient_clipping=0.5, **more))
 
 
@@ -161,9 +165,10 @@ def save(rank, world, folder, stage, shape):
     return trained(engine, 1, first=2)[0]
 
 
-def load(rank, world, folder, stage, shape):
-    engine = make(stage, True, *shape)
-    engine.load_checkpoint(folder, tag="t")
+def load(rank, world, folder, stage, shape, tag="t"):
+    more = {"checkpoint": {"load_universal": True}} if tag == "universal" else {}
+    engine = make(stage, True, *shape, more=more)
+    engine.load_checkpoint(folder, tag=tag)
     return trained(engine, 1, first=2)[0]
 
 
@@ -172,4 +177,14 @@ def test_any_shape_reads_it(stage, tmp_path):
     expected = run_ranks(4, save, str(tmp_path), stage, (2, 2, 1), init=True)[0]
     for shape in ((2, 2, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1)):
         found = run_ranks(shape[0] * shape[1], load, str(tmp_path), 1, shape, init=True)
+        assert found[0] == pytest.approx(expected, rel=1e-4), shape
+    if stage == 0:
+        return
+    whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
+    shapes = {name: tuple(value.shape) for name, value in whole.items()}
+    assert shapes["2.c_attn.weight"] == (WIDTH, 3 * WIDTH) and shapes["1.c_out.weight"] == (4 * WIDTH, WIDTH)
+    folders = {"input_folder": str(tmp_path / "t"), "output_folder": str(tmp_path / "universal")}
+    ds_to_universal.main(types.SimpleNamespace(**folders))
+    for shape in ((2, 2, 1), (1, 1, 1)):
+        found = run_ranks(shape[0] * shape[1], load, str(tmp_path), 1, shape, "universal", init=True)
         assert found[0] == pytest.approx(expected, rel=1e-4), shape
