@@ -70,22 +70,59 @@ void check(const comm::CommunicatorPtr& ranks, const Widths& widths, int64_t fou
          "] of ", ranks->size(), " ranks");
 }
 
+// The ranks' parts side by side, without a gradient.
+at::Tensor joined(const comm::CommunicatorPtr& ranks, const at::Tensor& part, int64_t dim, const Widths& widths) {
+  check(ranks, widths, part.size(dim), widths[static_cast<size_t>(ranks->rank())]);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t widest = *std::max_element(widths.begin(), widths.end());
+  Widths shape = part.sizes().vec();
+  shape[static_cast<size_t>(dim)] = widest - part.size(dim);
+  const at::Tensor padded = at::cat({part, at::zeros(shape, part.options())}, dim).contiguous();
+  shape[static_cast<size_t>(dim)] = widest;
+  shape.insert(shape.begin(), ranks->size());
+  const at::Tensor all = at::empty(shape, part.options());
+  comm::Op op{comm::Verb::kAllGather, padded, all};
+  op.wait = comm::Wait::kAtOnce;
+  ranks->run(op)->wait();
+  std::vector<at::Tensor> parts;
+  for (int rank = 0; rank < ranks->size(); ++rank)
+    parts.push_back(all.select(0, rank).narrow(dim, 0, widths[static_cast<size_t>(rank)]));
+  return at::cat(parts, dim);
+}
+
 }  // namespace
 
+bool TensorExchange::Came::is(const at::Tensor& input) const {
+  const auto before = tensor.lock();
+  return before && before.get() == input.unsafeGetTensorImpl() && input._version() == version && became.defined();
+}
+
+void TensorExchange::Came::keep(const at::Tensor& input, at::Tensor made) {
+  became = std::move(made);
+  tensor = c10::weak_intrusive_ptr<at::TensorImpl>(input.getIntrusivePtr());
+  version = static_cast<uint32_t>(input._version());
+}
+
 at::Tensor TensorExchange::copy_in(const at::Tensor& input) {
+  if (gathered_.became.is_same(input)) return input;
   if (ranks_->size() == 1 || !c10::GradMode::is_enabled() || !input.requires_grad()) return input;
-  const auto before = came_.lock();
-  if (!before || before.get() != input.unsafeGetTensorImpl() || input._version() != version_ || !became_.defined()) {
-    became_ = share(ranks_, input);
-    came_ = c10::weak_intrusive_ptr<at::TensorImpl>(input.getIntrusivePtr());
-    version_ = static_cast<uint32_t>(input._version());
-  }
-  return became_;
+  if (!copied_.is(input)) copied_.keep(input, share(ranks_, input));
+  return copied_.became;
+}
+
+at::Tensor TensorExchange::gather_in(const at::Tensor& part, int64_t dim, const Widths& widths) {
+  if (!gathered_.is(part)) gathered_.keep(part, gather_and_share(ranks_, part, dim, widths));
+  return gathered_.became;
 }
 
 at::Tensor TensorExchange::sum_out(const at::Tensor& part) {
-  became_ = at::Tensor();
+  copied_.became = at::Tensor();
   return reduce(ranks_, part);
+}
+
+at::Tensor TensorExchange::scatter_out(const at::Tensor& part, int64_t dim, const Widths& widths) {
+  copied_.became = gathered_.became = at::Tensor();
+  return reduce_and_split(ranks_, part, dim, widths);
 }
 
 at::Tensor TensorExchange::linear(const at::Tensor& input, const at::Tensor& weight,
@@ -98,27 +135,40 @@ at::Tensor TensorExchange::linear(const at::Tensor& input, const at::Tensor& wei
 at::Tensor gather_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& part, int64_t dim,
                          const Widths& widths) {
   if (dim < 0) dim += part.dim();
-  check(ranks, widths, part.size(dim), widths[static_cast<size_t>(ranks->rank())]);
-  const int64_t widest = *std::max_element(widths.begin(), widths.end());
-  at::Tensor joined;
+  return with_gradient("GatherWidthsBackward", part, joined(ranks, part, dim, widths),
+                       [=](const at::Tensor& grad) { return split_widths(ranks, grad, dim, widths); });
+}
+
+at::Tensor gather_and_share(const comm::CommunicatorPtr& ranks, const at::Tensor& part, int64_t dim,
+                            const Widths& widths) {
+  if (dim < 0) dim += part.dim();
+  return with_gradient("GatherAndShareBackward", part, joined(ranks, part, dim, widths),
+                       [=](const at::Tensor& grad) { return reduce_and_split(ranks, grad, dim, widths); });
+}
+
+at::Tensor reduce_and_split(const comm::CommunicatorPtr& ranks, const at::Tensor& whole, int64_t dim,
+                            const Widths& widths) {
+  if (dim < 0) dim += whole.dim();
+  check(ranks, widths, whole.size(dim), sum_of(widths));
+  at::Tensor own;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Widths shape = part.sizes().vec();
-    shape[static_cast<size_t>(dim)] = widest - part.size(dim);
-    const at::Tensor padded = at::cat({part, at::zeros(shape, part.options())}, dim).contiguous();
-    shape[static_cast<size_t>(dim)] = widest;
+    const int64_t width = widths[static_cast<size_t>(ranks->rank())];
+    Widths shape = whole.sizes().vec();
+    shape[static_cast<size_t>(dim)] = *std::max_element(widths.begin(), widths.end());
+    const at::Tensor mine = at::empty(shape, whole.options());
     shape.insert(shape.begin(), ranks->size());
-    const at::Tensor all = at::empty(shape, part.options());
-    comm::Op op{comm::Verb::kAllGather, padded, all};
+    const at::Tensor all = at::zeros(shape, whole.options());
+    const std::vector<at::Tensor> parts = whole.split_with_sizes(widths, dim);
+    for (size_t rank = 0; rank < widths.size(); ++rank)
+      all[static_cast<int64_t>(rank)].narrow(dim, 0, widths[rank]).copy_(parts[rank]);
+    comm::Op op{comm::Verb::kReduceScatter, all, mine};
     op.wait = comm::Wait::kAtOnce;
     ranks->run(op)->wait();
-    std::vector<at::Tensor> parts;
-    for (int rank = 0; rank < ranks->size(); ++rank)
-      parts.push_back(all.select(0, rank).narrow(dim, 0, widths[static_cast<size_t>(rank)]));
-    joined = at::cat(parts, dim);
+    own = mine.narrow(dim, 0, width).contiguous();
   }
-  return with_gradient("GatherWidthsBackward", part, std::move(joined),
-                       [=](const at::Tensor& grad) { return split_widths(ranks, grad, dim, widths); });
+  return with_gradient("ReduceAndSplitBackward", whole, std::move(own),
+                       [=](const at::Tensor& grad) { return gather_and_share(ranks, grad, dim, widths); });
 }
 
 at::Tensor split_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& whole, int64_t dim,
@@ -134,7 +184,11 @@ at::Tensor split_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& wh
 }
 
 void sum_gradients(const at::Tensor& param, const comm::CommunicatorPtr& ranks) {
-  if (ranks->size() > 1) param.register_hook([ranks](const at::Tensor& grad) { return reduce(ranks, grad); });
+  if (ranks->size() == 1) return;
+  const bool trains = param.requires_grad();
+  param.set_requires_grad(true);  // a frozen parameter that trains later has the hook, too
+  param.register_hook([ranks](const at::Tensor& grad) { return reduce(ranks, grad); });
+  param.set_requires_grad(trains);
 }
 
 }  // namespace ds::parallel

@@ -24,15 +24,29 @@ class TensorExchange {
   // one type, each layer has an all-reduce of its own in backward.
   at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const c10::optional<at::Tensor>& bias);
 
+  // Where each rank has a part of every sequence, `widths` tokens wide along `dim` (Korthikanti et al., "Reducing
+  // Activation Recomputation in Large Transformer Models", 2022): the ranks' parts become the whole that layers read,
+  // whose gradient is summed, as copy_in() does. copy_in() of that whole gives it as it is.
+  at::Tensor gather_in(const at::Tensor& part, int64_t dim, const std::vector<int64_t>& widths);
+  // This rank's tokens of the sum over the ranks of `part`.
+  at::Tensor scatter_out(const at::Tensor& part, int64_t dim, const std::vector<int64_t>& widths);
+
   const comm::CommunicatorPtr& ranks() const { return ranks_; }
 
  private:
+  // A tensor that came in, and what it became, until the layers that read it have come to sum_out() or scatter_out().
+  struct Came {
+    c10::weak_intrusive_ptr<at::TensorImpl> tensor{c10::intrusive_ptr<at::TensorImpl>()};
+    uint32_t version = 0;
+    at::Tensor became;
+
+    bool is(const at::Tensor& input) const;
+    void keep(const at::Tensor& input, at::Tensor made);
+  };
+
   const comm::CommunicatorPtr ranks_;
   const bool overlap_;
-  // The last tensor that came in, and what it became, until the layers that read it have come to sum_out().
-  c10::weak_intrusive_ptr<at::TensorImpl> came_{c10::intrusive_ptr<at::TensorImpl>()};
-  uint32_t version_ = 0;
-  at::Tensor became_;
+  Came copied_, gathered_;  // the last ones
 };
 
 // The ranks' parts, which are `widths` wide along `dim`, joined there in rank order; and this rank's part of `whole`.
@@ -41,6 +55,14 @@ at::Tensor gather_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& p
                          const std::vector<int64_t>& widths);
 at::Tensor split_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& whole, int64_t dim,
                         const std::vector<int64_t>& widths);
+
+// The ranks' parts as gather_widths() joins them, which the ranks use in different ways: the gradient of a part is this
+// rank's part of the sum of the ranks' gradients. And this rank's part of the sum over the ranks of `whole`. Each is
+// the gradient of the other.
+at::Tensor gather_and_share(const comm::CommunicatorPtr& ranks, const at::Tensor& part, int64_t dim,
+                            const std::vector<int64_t>& widths);
+at::Tensor reduce_and_split(const comm::CommunicatorPtr& ranks, const at::Tensor& whole, int64_t dim,
+                            const std::vector<int64_t>& widths);
 
 // From now on the gradient of `param` is summed over `ranks` before anybody sees it. `param` is a leaf that all these
 // ranks have alike, and each uses it for a part of the result.

@@ -18,7 +18,8 @@ AXES = {
 
 class Case(NamedTuple):
     """``user_backward``: the script calls ``loss.backward()``. ``zero`` and ``more``: further keys of the section of
-    ZeRO and of the configuration. ``tensor``: the ranks of ``world`` that share layers."""
+    ZeRO and of the configuration. ``tensor``: the ranks of ``world`` that share layers; ``split``: further keys of the
+    section ``tensor_parallel``."""
 
     stage: int = 0
     world: int = 1
@@ -28,6 +29,7 @@ class Case(NamedTuple):
     zero: dict = {}
     more: dict = {}
     tensor: int = 1
+    split: dict = {}
 
     @property
     def parts(self):
@@ -55,7 +57,7 @@ class Case(NamedTuple):
         if self.dtype == "fp16":
             made["fp16"] = {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 1000}
         if self.tensor > 1:
-            made["tensor_parallel"] = {"autotp_size": self.tensor}
+            made["tensor_parallel"] = {"autotp_size": self.tensor, **self.split}
         if isinstance(program.optimizer, dict):
             made["optimizer"] = program.optimizer
         return {**made, **self.more}

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.diagnosis.cli import main
+from deepspeed.module_inject.layers import exchange_of
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
@@ -19,7 +20,6 @@ from moe_models import moe_net
 from mpu import two_by_two
 from runs import with_fp16
 from sequence_models import attend, mean_loss, tiny
-from tensor_parallel import AddedUp, Copied
 
 # Seconds: comm.timeout of jobs that hang, in which ranks open their groups on a busy machine, too, and the sleep of the
 # rank that is late.
@@ -128,7 +128,7 @@ class Sliced(nn.Module):
             param.tensor_model_parallel = True
 
     def forward(self, x):
-        return AddedUp.apply(self.down(torch.tanh(self.up(Copied.apply(x, self.group)))), self.group)
+        return exchange_of(self.group).sum_out(self.down(torch.tanh(self.up(exchange_of(self.group).copy_in(x)))))
 
 
 def tensor_model():

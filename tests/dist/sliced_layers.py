@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tensor_parallel import AddedUp, Copied
+from deepspeed.module_inject.layers import exchange_of
 
 MICRO_BATCHES, WIDTH, HIDDEN, LENGTH = 4, 32, 64, 40  # a micro-batch is large enough to travel in parts
 
@@ -34,8 +34,8 @@ class Sliced(Whole):
 
     def forward(self, x):
         group = self.grid.get_slice_parallel_group()
-        hidden = torch.tanh(Copied.apply(x, group) @ self.up.t())
-        return x + AddedUp.apply(hidden @ self.down.t(), group) + self.bias
+        hidden = torch.tanh(exchange_of(group).copy_in(x) @ self.up.t())
+        return x + exchange_of(group).sum_out(hidden @ self.down.t()) + self.bias
 
 
 def batch(number, copy):

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 
 import deepspeed
 from deepspeed import checkpointing
+from deepspeed import comm as dist
 from deepspeed.activation_checkpointing import settings
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
+from deepspeed.module_inject.layers import exchange_of
 from harness import on_ranks, run_ranks
 from models import Parts
 from refusals import refused
 from runs import engine_of, take_step
-from tensor_parallel import AddedUp, Copied
 
 WIDTH, ROWS, LAYERS = 24, 5, 4
 
@@ -38,10 +39,10 @@ class Layer(torch.nn.Module):
         self.down = torch.nn.Parameter(second.weight.detach()[:, part].clone())
 
     def forward(self, x, scale):
-        hidden = F.gelu(F.linear(Copied.apply(x), self.up))
+        hidden = F.gelu(F.linear(exchange_of(dist.get_world_group()).copy_in(x), self.up))
         with checkpointing.get_cuda_rng_tracker().fork():
             hidden = F.dropout(hidden, 0.2)
-        return x + scale * F.dropout(AddedUp.apply(F.linear(hidden, self.down)), 0.1)
+        return x + scale * F.dropout(exchange_of(dist.get_world_group()).sum_out(F.linear(hidden, self.down)), 0.1)
 
 
 def build(rank, world, dtype=torch.float32, rows=ROWS):

@@ -10,13 +10,13 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.module_inject.layers import exchange_of
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from harness import run_ranks
 from mpu import Mpu
 from refusals import refused
 from runs import NATIVE, engine_of, load_into, moments, settings, take_step
-from tensor_parallel import AddedUp, Copied
 
 LAYERS, WIDTH, HIDDEN, MICRO_BATCHES = 3, 4, 8, 2
 ROWS = {"up": 0, "down": 1, "gate": 0}  # along which dimension each is cut
@@ -49,9 +49,9 @@ class Sliced(nn.Module):
 
     def forward(self, x):
         group = self.grid.get_slice_parallel_group()
-        inside = Copied.apply(x, group)
+        inside = exchange_of(group).copy_in(x)
         a, b = (inside @ self.gate.t()).chunk(2, -1)
-        return x + AddedUp.apply((torch.tanh(inside @ self.up.t()) * a + b) @ self.down.t(), group) + self.bias
+        return x + exchange_of(group).sum_out((torch.tanh(inside @ self.up.t()) * a + b) @ self.down.t()) + self.bias
 
 
 def make(rank, world, stages, slices, stage, native=False, told=True):

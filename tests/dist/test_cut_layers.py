@@ -7,13 +7,13 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.comm import mesh_views
+from deepspeed.module_inject.layers import exchange_of
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from harness import run_ranks
 from models import Parts
 from moe_models import ADAM, WIDTH, batch, fill, moe_net, plain_name, plain_net, plain_run
 from mpu import Mpu
 from runs import engine_of, settings
-from tensor_parallel import AddedUp, Copied
 
 HIDDEN, TP, SP, STEPS, CLIP = 8, 2, 2, 3, 0.3
 EXPERTS = (4, 2, False, False, 1.0)  # number, k, drop, residual, factor: moe_models
@@ -23,8 +23,8 @@ CUT = {"up": 0, "down": 1}  # dimensions of the weights
 def forward_cut(net, x):
     if net.group is None:
         return net.down(torch.tanh(net.up(x))) + net.bias
-    x = net.down(torch.tanh(net.up(Copied.apply(x, net.group))))
-    return AddedUp.apply(x, net.group) + net.bias
+    x = net.down(torch.tanh(net.up(exchange_of(net.group).copy_in(x))))
+    return exchange_of(net.group).sum_out(x) + net.bias
 
 
 def cut(group=None, rank=0, size=1):

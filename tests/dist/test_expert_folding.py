@@ -314,3 +314,10 @@ def facts_body(rank, world, folder):
 
 def test_files_of_optimizer_states_say_which_ranks_share_what(tmp_path):
     run_ranks(4, facts_body, str(tmp_path), init=True)
+
+
+@on_ranks(2, init=True)
+def test_sequences_that_are_split_between_blocks_are_refused(rank, world):
+    section = {"tensor_parallel": {"autotp_size": 2, "split_sequence": True}}
+    refused(ValueError, "split_sequence is true, and 'model.layers.0.*is of a layer with experts", engine_of,
+            folded_model_of("mixtral"), folded(world, 1, 2, **section))  # fmt: skip

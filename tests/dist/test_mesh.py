@@ -5,13 +5,13 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm import held, mesh, mesh_views
+from deepspeed.module_inject.layers import exchange_of
 from deepspeed.utils import groups
 from harness import on_ranks
 from models import Parts, seeded
 from mpu import Mpu
 from refusals import refused
 from runs import total, value_of
-from tensor_parallel import AddedUp
 from zero_training import WIDTH, Deep, below, beside, gap, plain_of, start, train_beside
 
 
@@ -106,7 +106,7 @@ def whole_model(count):
 def branch_of(whole, branches):
     """The branch of this rank."""
     net = Parts(
-        lambda net, x: AddedUp.apply(net.own(x), net.group),
+        lambda net, x: exchange_of(net.group).sum_out(net.own(x)),
         own=whole.branches[branches.branch.rank],
         group=branches.branch.group,
     )

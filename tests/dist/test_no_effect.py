@@ -122,7 +122,8 @@ _SCANNED = {
     "postmortem": {"engine/parts/outputs.py": "dir", "engine/parts/postmortem.py": "keep max_bytes spike_factor"},
     "tensor_parallel": {
         "engine/parts/tensor_parallel.py": "autotp_size dtype tp.tp_size tp.mpu tp.tp_group partition_config.tp_size",
-        "module_inject/tp_model.py": "verify tp_overlap_comm tp.tp_grain_size",
+        "module_inject/tp_model.py": "verify tp_overlap_comm split_sequence tp.tp_grain_size",
+        "module_inject/vocabulary.py": "vocab_parallel_lm_head vocab_parallel_ce_backend",
         "module_inject/cut_sources.py": "injection_policy_tuple preset_model partition_config.layer_specs "
         "partition_config.strict_mode partition_config.use_default_specs",
     },

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.module_inject.layers import exchange_of
 from deepspeed.planner import PlanError, child
 from deepspeed.sequence import parallel_state
 from harness import on_ranks
@@ -14,7 +15,6 @@ from mpu import Mpu, two_by_two
 from plan_calls import calls_of, calls_while, planned_calls
 from refusals import refused
 from runs import TORCH2, engine_of, settings, take_step
-from tensor_parallel import AddedUp, Copied
 
 WIDTH = 64
 
@@ -26,7 +26,7 @@ class Sliced(torch.nn.Module):
         self.group = group
 
     def forward(self, x):
-        return AddedUp.apply(self.down(torch.tanh(self.up(Copied.apply(x, self.group)))), self.group)
+        return exchange_of(self.group).sum_out(self.down(torch.tanh(self.up(exchange_of(self.group).copy_in(x)))))
 
 
 def made():

@@ -158,7 +158,7 @@ RULES = {"layer_specs": [{"patterns": [r".*up\.weight$"], "partition_type": "col
 def test_a_wrong_plan_is_an_error_and_a_wrong_rule_of_the_user_a_warning(rank, world):
     group = dist.get_world_group()
     model = Means(planned=True)
-    words = r"block 'blocks.0' \(MeanBlock\).*the output of '' differs.*partition_type skip"
+    words = r"block 'blocks.0' \(MeanBlock\).*the output of the block differs.*partition_type skip"
     refused(PlanError, words, cut_over, model, group, TPTrainingConfig(autotp_size=2))
     assert [tuple(param.shape) for param in model.parameters()] == [(24, 24), (24,)] * 2
     assert type(model.blocks[0].up) is nn.Linear

@@ -1,5 +1,6 @@
 """Engines with ``tensor_parallel.autotp_size``: refusals, random numbers, all-reduces and saved weights."""
 
+import copy
 import functools
 import os
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import deepspeed
 import tensor_models as look_alikes
 from deepspeed import comm as dist
+from deepspeed.config.sections import TPTrainingConfig
 from deepspeed.module_inject.layers import LinearLayer, cut_of
 from deepspeed.module_inject.tp_model import cut_over
 from deepspeed.utils.random_state import OwnRandomNumbers
@@ -85,6 +87,22 @@ def test_a_model_that_is_cut_stays(rank, world):
     refused(
         ValueError, "cut over 2 ranks already, .*autotp_size is 1", cut_over, model, dist.new_group([rank]) or group
     )
+
+
+ALL = {"split_sequence": True, "vocab_parallel_lm_head": True}
+
+
+@pytest.mark.parametrize("name, more", [("llama", ALL), ("t5", ALL), ("bloom", {}), ("falcon", {})])
+@on_ranks(2, init=True)
+def test_a_copy_of_a_cut_model_trains_alike(rank, world, name, more):
+    model = look_alikes.model_of(name)
+    cut_over(model, dist.get_world_group(), TPTrainingConfig(autotp_size=2, **more))
+    made = copy.deepcopy(copy.deepcopy(model))
+    assert made is not model and not {id(one) for one in made.parameters()} & {id(one) for one in model.parameters()}
+    one, other = (losses_of(engine_of(each, config()), name=name) for each in (model, made))
+    assert one == other
+    for param, copied in zip(model.parameters(), made.parameters()):
+        assert torch.equal(param, copied) and cut_of(param) == cut_of(copied)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])

@@ -21,6 +21,9 @@ DS_BINDINGS(m) {
       .def_property_readonly("ranks", &TensorExchange::ranks)
       .def("copy_in", &TensorExchange::copy_in, "input"_a, Unlocked())
       .def("sum_out", &TensorExchange::sum_out, "part"_a, Unlocked())
+      .def("gather_in", &TensorExchange::gather_in, "part"_a, "dim"_a, "widths"_a, Unlocked())
+      .def("scatter_out", &TensorExchange::scatter_out, "part"_a, "dim"_a, "widths"_a, Unlocked())
+      .def("__deepcopy__", [](const std::shared_ptr<TensorExchange>& self, const py::dict&) { return self; })
       .def("linear", &TensorExchange::linear, "input"_a, "weight"_a, "bias"_a = py::none(), Unlocked());
   m.def("gather_widths", &parallel::gather_widths, "ranks"_a, "part"_a, "dim"_a, "widths"_a, Unlocked());
   m.def("split_widths", &parallel::split_widths, "ranks"_a, "whole"_a, "dim"_a, "widths"_a, Unlocked());

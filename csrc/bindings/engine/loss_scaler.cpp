@@ -6,6 +6,9 @@
 #include "optim/loss_scaler.h"
 
 namespace py = pybind11;
+
+namespace ds::bindings {
+
 using namespace ds::optim;
 
 DS_BINDINGS(m) {
@@ -31,3 +34,5 @@ DS_BINDINGS(m) {
           "scale"_a, "iteration"_a, "last_overflow_iteration"_a, "hysteresis_left"_a, "overflow"_a,
           "(scale, iteration, last_overflow_iteration, hysteresis_left) after one more step");
 }
+
+}  // namespace ds::bindings

@@ -5,6 +5,9 @@
 #include "optim/lr_schedule.h"
 
 namespace py = pybind11;
+
+namespace ds::bindings {
+
 using namespace ds::optim;
 
 DS_BINDINGS(m) {
@@ -47,3 +50,5 @@ DS_BINDINGS(m) {
       .def(py::init<PerGroup, PerGroup, double, CycleShape>(), "min_mom"_a, "max_mom"_a, "decay_rate"_a, "shape"_a)
       .def("momentum", &OneCycleMomentum::momentum);
 }
+
+}  // namespace ds::bindings

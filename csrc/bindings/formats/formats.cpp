@@ -13,6 +13,9 @@
 #include "formats/torch_archive.h"
 
 namespace py = pybind11;
+
+namespace ds::bindings {
+
 using namespace ds::formats;
 
 namespace {
@@ -83,3 +86,5 @@ DS_BINDINGS(m) {
       },
       "path"_a, "identity"_a, "ranges"_a, "threads"_a);
 }
+
+}  // namespace ds::bindings

@@ -19,7 +19,9 @@
 #include "io/crc32.h"
 
 namespace py = pybind11;
-using namespace ds;
+
+namespace ds::bindings {
+
 using bindings::TensorSource;
 using formats::FileRecord;
 using formats::NamedTensor;
@@ -285,3 +287,5 @@ DS_BINDINGS(m) {
       },
       "path"_a, "file"_a, "cuts"_a, "runs"_a);
 }
+
+}  // namespace ds::bindings

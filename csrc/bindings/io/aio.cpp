@@ -12,7 +12,9 @@
 #include "storage/tensor_io.h"
 
 namespace py = pybind11;
-using namespace ds;
+
+namespace ds::bindings {
+
 using ds::storage::BufferedWriter;
 using ds::storage::TensorIo;
 
@@ -308,3 +310,5 @@ DS_BINDINGS(m) {
       .def_property_readonly("written", &BufferedWriter::written)
       .def_property_readonly("seconds_waited", &BufferedWriter::seconds_waited);
 }
+
+}  // namespace ds::bindings

@@ -11,6 +11,9 @@
 #include "io/range_reader.h"
 
 namespace py = pybind11;
+
+namespace ds::bindings {
+
 using namespace ds::io;
 using ds::bindings::FsPath;
 
@@ -130,3 +133,5 @@ DS_BINDINGS(m) {
       },
       "path"_a, "ranges"_a, "threads"_a);
 }
+
+}  // namespace ds::bindings

@@ -13,6 +13,9 @@
 #include "storage/tier.h"
 
 namespace py = pybind11;
+
+namespace ds::bindings {
+
 using namespace ds::storage;
 
 namespace {
@@ -137,3 +140,5 @@ DS_BINDINGS(m) {
       .def("report", &report_of, "What has rested, moved and been waited for, by medium.")
       .def("usage", &usage_of, "Bytes by medium; what was to be pinned and is not.");
 }
+
+}  // namespace ds::bindings

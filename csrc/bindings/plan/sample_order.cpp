@@ -11,7 +11,8 @@
 #include "formats/indexed_dataset.h"
 
 namespace py = pybind11;
-using namespace ds;
+
+namespace ds::bindings {
 
 namespace {
 
@@ -58,3 +59,5 @@ DS_BINDINGS(m) {
   py::register_exception<formats::DamagedIndex>(samples, "DamagedIndex", PyExc_ValueError);
   samples.def("indexed_header", &indexed_header, "index"_a, "data_bytes"_a);
 }
+
+}  // namespace ds::bindings

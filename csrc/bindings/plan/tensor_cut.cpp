@@ -14,6 +14,7 @@ DS_BINDINGS(m) {
   py::class_<TensorCut>(m, "TensorCut")
       .def(py::init<const std::vector<int64_t>&, const std::vector<std::vector<ds::plan::UnitRun>>&>(), "sizes"_a,
            "runs"_a)
+      .def("__deepcopy__", [](const py::object& self, const py::dict&) { return self; })  // it never changes
       .def("ranks", &TensorCut::ranks)
       .def("size", &TensorCut::size)
       .def("width", &TensorCut::width, "rank"_a)

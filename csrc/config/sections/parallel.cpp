@@ -53,6 +53,16 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                   "The all-reduce of an input's gradient runs while the gradient of the weight is computed."),
           boolean("verify", true,
                   "Before training one block of each kind runs cut and whole, and a difference is an error."),
+          flag("vocab_parallel_lm_head",
+               "The layer that gives the words, the embedding that shares its weight and the loss are cut over the "
+               "words; "
+               "null: they stay whole."),
+          text("vocab_parallel_ce_backend", "torch",
+               "Loss over cut words. liger: its gradient takes the place of the logits, which nobody can read "
+               "afterwards.")
+              .one_of({"torch", "liger"}),
+          boolean("split_sequence", false,
+                  "Between blocks each rank has a part of every sequence (Megatron's sequence parallelism)."),
           validated("tp", "The group of ranks.",
                     {
                         integer("tp_size", 1, "Ranks.").at_least(1),

@@ -33,13 +33,14 @@ def join_weights(found, tables, folder):
     -> ``[dim, runs]`` of what is cut over ranks. ValueError where ``folder`` lacks files of some rank."""
     whole, made = {}, {}
     for name, weight in ((name, weight) for own in found for name, weight in own.items()):
-        if name in tables and id(found[0][name]) not in made:
+        slices = [own[name] for own in found if name in own] if name in tables else []  # those of one stage
+        if slices and id(slices[0]) not in made:
             dim, runs = tables[name]
-            if len(runs) != len(found):
+            if len(runs) != len(slices):
                 raise ValueError(
-                    f"'{folder}' has files of {len(found)} model-parallel ranks, and {len(runs)} have saved it: copy "
+                    f"'{folder}' has '{name}' of {len(slices)} model-parallel ranks, and {len(runs)} have saved it: copy "
                     "the files of all ranks into it"
                 )
-            made[id(found[0][name])] = JoinedWeight([own[name] for own in found], dim, runs)
+            made[id(slices[0])] = JoinedWeight(slices, dim, runs)
         whole.setdefault(name, made.get(id(weight), weight))
     return whole

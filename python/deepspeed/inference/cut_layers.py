@@ -11,14 +11,14 @@ from deepspeed._native import _C
 from deepspeed.comm import mesh, mesh_views
 from deepspeed.config.errors import config_error
 from deepspeed.log import log_dist
-from deepspeed.module_inject.block_twin import NotAnalysed, features, is_linear
+from deepspeed.module_inject.block_twin import NotAnalysed, features
 from deepspeed.module_inject.cut_group import grained_runs
 from deepspeed.module_inject.cut_plan import replace_module
 from deepspeed.module_inject.layers import LmHeadLinearAllreduce
 from deepspeed.module_inject.tp_model import carry_out, earlier_plan, proven_plan, same_weights
+from deepspeed.module_inject.vocabulary import head_of
 
 KEY = "tensor_parallel.tp_size"
-_HEADS = ("lm_head", "embed_out")  # the published names of heads
 _ADVICE = (
     "pass injection_policy={Block: ('attention.output', 'mlp.output')}, which maps a class of blocks to the ends of "
     "names of the linear layers whose results are summed, or leave tp_size at 1"
@@ -87,7 +87,9 @@ class ServedCut:
                 raise ValueError(f"init_inference: {KEY} = {ranks}: {error}; or {_ADVICE}") from error
             log_dist(f"init_inference: ranks share experts only, as the other layers cannot be cut: {error}", ranks=[0])
             return
-        self.head = self._find_head()
+        self.head = head_of(model, self.plan.blocks)
+        if self.head in self.plan.outside:  # a rule cuts it
+            self.head = None
         blocks = self.plan.kinds().values()
         is_cut = self.head or self.plan.outside or any(one.groups or one.ruled for one in blocks)
         if not is_cut and not experts:
@@ -96,17 +98,6 @@ class ServedCut:
             raise ValueError(
                 f"init_inference: {KEY} = {ranks}: no layer of {type(model).__name__} can be cut ({told}): {_ADVICE}"
             )
-
-    def _find_head(self):
-        """The name of the linear layer that gives the words, outside of blocks and not cut by a rule; None without."""
-        get = getattr(self.model, "get_output_embeddings", None)
-        made = get() if get is not None else None
-        inside = tuple(f"{name}." for name in self.plan.blocks if name)
-        for name, module in self.model.named_modules():
-            named = module is made if made is not None else name.rpartition(".")[2] in _HEADS
-            if named and is_linear(module) and "" not in self.plan.blocks and not name.startswith(inside):
-                return None if name in self.plan.outside else name
-        return None
 
     def same_weights(self, experts):
         """Gives all ranks the weights of the first one, but for experts, which ranks may share already."""

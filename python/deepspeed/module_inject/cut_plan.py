@@ -17,20 +17,25 @@ from deepspeed.log import log_dist
 from deepspeed.module_inject import probe, tensor_analysis, tp_shard
 from deepspeed.module_inject.autotp_config import PartitionType
 from deepspeed.module_inject.block_twin import NotAnalysed, features, is_linear, with_tensors
-from deepspeed.module_inject.cut_group import Part, change_counts, own_units
+from deepspeed.module_inject.cut_group import Part, change_counts, grained_runs, own_units
 from deepspeed.module_inject.cut_sources import ANALYSIS, Source, roles_in, source_of
 from deepspeed.module_inject.layers import (
     HiddenParallelEmbedding,
     LinearAllreduce,
     LinearLayer,
+    OwnWords,
     SubParamLinearAllreduce,
     SubParamLinearLayer,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
     cut_embedding,
     cut_param,
     exchange_of,
     set_autotp_mode,
 )
+from deepspeed.module_inject.split_sequence import check_closed, split_block, splits_of
 from deepspeed.module_inject.unsharded import unshard
+from deepspeed.module_inject.vocabulary import Vocabulary, vocabulary_of
 from deepspeed.utils.random_state import OwnRandomNumbers
 
 # Integers of modules that a rule without an analysis shares, by their published names.
@@ -58,7 +63,8 @@ class CutPlan:
     """The cut of a model. ``blocks``: name of a block -> its ``BlockPlan``; blocks of one kind share it.
     ``outside``: ``{layer: TPLayerSpec}`` of layers outside of blocks. ``summed``: modules whose parameters every rank
     has whole and sees a part of the gradient of, as rules say. ``kept``: ``{layer: reason}`` of layers outside of
-    blocks that stay whole against a rule."""
+    blocks that stay whole against a rule. ``vocabulary``: the head and the embeddings that are cut over the words.
+    ``split``: between blocks each rank has a part of every sequence."""
 
     ranks: int
     blocks: dict
@@ -66,11 +72,24 @@ class CutPlan:
     outside: dict = dataclasses.field(default_factory=dict)
     summed: list = dataclasses.field(default_factory=list)
     kept: dict = dataclasses.field(default_factory=dict)
+    vocabulary: Vocabulary = None
+    split: bool = False
 
     def reasons(self):
         """``{layer: reason}`` of layers that stay whole, one block of each kind."""
         found = {f"{name}.{one}": text for name, block in self.kinds().items() for one, text in block.whole.items()}
         return {**found, **self.kept}
+
+    def among(self, names):
+        """The plan of a model that has only the modules ``names`` and what is inside of them."""
+        names = set(names)
+
+        def own(found):
+            return {name: one for name, one in found.items() if name.partition(".")[0] in names}
+
+        summed = [name for name in self.summed if name.partition(".")[0] in names]
+        more = {"blocks": own(self.blocks), "outside": own(self.outside), "kept": own(self.kept), "summed": summed}
+        return dataclasses.replace(self, **more)
 
     def kinds(self):
         """``{name of the first block: BlockPlan}`` of each kind of block."""
@@ -100,6 +119,9 @@ def plan_of(model, ranks, settings=None, policy=None, training=True):
         if kind in plans:
             found[name] = plans[kind]
     made = CutPlan(ranks, found, source)
+    if training:
+        made.vocabulary = vocabulary_of(model, found, ranks, settings)
+        made.split = bool(getattr(settings, "split_sequence", False))
     _plan_outside(model, made, roles)
     return made
 
@@ -151,7 +173,8 @@ def _plan_outside(model, plan, roles):
         module = model.get_submodule(name)
         if spec.grad_allreduce and not any(f"{name}.{last}" in partial for last in module._parameters):
             plan.summed.append(name)
-        if not _cuts(spec) or name.startswith(inside) or "" in plan.blocks:
+        worded = plan.vocabulary is not None and name in plan.vocabulary.layers
+        if not _cuts(spec) or name.startswith(inside) or "" in plan.blocks or worded:
             continue
         if not is_linear(module) and not isinstance(module, nn.Embedding):
             plan.kept[name] = f"a {type(module).__name__} cannot be cut"
@@ -187,13 +210,19 @@ def cut_model(model, plan, group, overlap=False, training=True):
     """Cuts a model in place for this rank of torch's ``group``. Every rank of the group calls it."""
     rank = dist.get_rank(group)
     set_autotp_mode(training)
+    splits = splits_of(model, plan.blocks, group) if plan.split else {}
     for name, one in plan.blocks.items():
         block = model.get_submodule(name)
         unshard(block)
         cut_block(block, one, plan.ranks, group, rank, overlap)
+        if name in splits:
+            split_block(block, name, one, group, *splits[name])
+    check_closed(model, splits)
     unshard(model)
     for name, spec in plan.outside.items():
         _cut_by_rule(model, name, spec, group, overlap)
+    if plan.vocabulary is not None:
+        _cut_vocabulary(model, plan, group, overlap)
     for name in plan.summed:
         for param in model.get_submodule(name).parameters(recurse=False):
             cut_param(param, None, None, group, rank, partial=True)
@@ -237,6 +266,22 @@ def cut_block(block, plan, ranks, group, rank, overlap=False):
     if places:
         exchange = exchange_of(group, overlap)
         block.forward = functools.partial(_with_own_arguments, block.forward, places, ranks, rank, exchange)
+
+
+def _cut_vocabulary(model, plan, group, overlap):
+    """Cuts the head and the embeddings that read its words. A weight that they share is cut once."""
+    vocabulary, made = plan.vocabulary, {}
+    cut = _C.TensorCut([vocabulary.words], [grained_runs(vocabulary.words, plan.ranks, 1)])
+    for name in vocabulary.embeddings:
+        layer = model.get_submodule(name)
+        if layer not in made and type(layer) is nn.Embedding:  # models name one embedding several times
+            made[layer] = VocabParallelEmbedding(layer, group, name=name, cut=cut)
+        elif layer not in made:
+            made[layer], layer.forward = layer, OwnWords(layer, cut, group, name).forward_of(layer)
+        replace_module(model, name, made[layer])
+    head, more = model.get_submodule(vocabulary.head), {"name": vocabulary.head, "overlap": overlap, "cut": cut}
+    made = VocabParallelLinear(head, group, overwrite=vocabulary.overwrite, **more)
+    replace_module(model, vocabulary.head, made)
 
 
 def _cut_by_rule(model, name, spec, group, overlap):

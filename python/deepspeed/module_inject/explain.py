@@ -6,6 +6,7 @@ from deepspeed.config.getters import load_ds_config
 from deepspeed.config.sections import TPTrainingConfig
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 from deepspeed.module_inject.block_twin import keep_whole
+from deepspeed.module_inject.cut_group import grained_runs
 from deepspeed.module_inject.cut_plan import cuts_of, plan_of
 from deepspeed.module_inject.expert_cuts import parts_with_experts
 
@@ -53,8 +54,16 @@ def explain(model, config):
         lines += [f"  {param}: whole, its gradient is summed" for group in one.groups for param in group.partial]
         lines += [f"  {layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in one.ruled.items()]
         lines += [f"  {layer}: whole, {reason}" for layer, reason in one.whole.items()]
-        lines.append(f"  all-reduces: {len(_rows(one))} forward, {sum(group.reads for group in one.groups)} backward")
+        rows, reads = len(_rows(one)), sum(group.reads for group in one.groups)
+        if plan.split:
+            lines.append(
+                f"  reduce-scatters: {rows} forward, {reads} backward; all-gathers: {reads} forward, {rows} backward"
+            )
+        else:
+            lines.append(f"  all-reduces: {rows} forward, {reads} backward")
     lines += [f"{layer}: cut by a rule, {spec.partition_type.value}" for layer, spec in plan.outside.items()]
+    if plan.vocabulary is not None:
+        lines += [f"{layer}: cut over {plan.vocabulary.words} words" for layer in plan.vocabulary.layers]
     lines += [f"{layer}: whole, {reason}" for layer, reason in plan.kept.items()]
     lines += [f"{name}: of a layer with experts, {share:.3g} of its weights on a rank" for name, _, share in parts]
     shares = {f"{name}.": share for name, _, share in parts}
@@ -78,6 +87,10 @@ def bytes_of(model, plan, rank, shares):
     }
     ruled = [f"{name}.{layer}.".lstrip(".") for name, one in plan.blocks.items() for layer in one.ruled]
     ruled = (*ruled, *(f"{layer}." for layer in plan.outside))
+    if plan.vocabulary is not None:
+        start, stop = grained_runs(plan.vocabulary.words, plan.ranks, 1)[rank]
+        share = (stop - start) / plan.vocabulary.words
+        cuts.update({f"{layer}.{last}": share for layer in plan.vocabulary.layers for last in ("weight", "bias")})
     total, others = 0, tuple(shares)
     for name, param in model.named_parameters():
         whole = getattr(param, "ds_numel", param.numel()) * param.element_size()

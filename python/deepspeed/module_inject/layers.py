@@ -6,6 +6,8 @@ the ranks: Shoeybi et al., "Megatron-LM" (2019). A parameter stays the same obje
 slice; ``cut_param`` writes on it which slice that is (``ParamCut``).
 """
 
+import functools
+
 import torch
 from torch import nn
 
@@ -19,6 +21,8 @@ from deepspeed.module_inject.universal_info import (  # noqa: F401 (published he
     _subparam_shard_widths,
     collect_autotp_universal_checkpoint_info,
 )
+from deepspeed.module_inject.vocab_logits import VocabLogits
+from deepspeed.sequence.vocab_slice import VocabSlice
 from deepspeed.utils import tensor_slices
 from deepspeed.utils.param_cut import ParamCut, cut_of, join_over
 
@@ -47,6 +51,8 @@ def cut_param(param, dim, cut, group, rank, partial=False, kind="column"):
     """Keeps this rank's slice of a parameter, in place, and notes which one that is. ``kind``: "column" or "row", how
     its layer is cut. In training mode the gradients of copies are summed."""
     made, earlier = ParamCut(dim, cut, group, rank, partial), cut_of(param)
+    if earlier is not None and cut is not None and earlier.cut is cut and earlier.dim == dim:
+        return  # another layer has the same parameter
     with torch.no_grad():
         param.data = made.own(param.data).clone()
     param.ds_param_cut = made
@@ -54,14 +60,19 @@ def cut_param(param, dim, cut, group, rank, partial=False, kind="column"):
         param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
         param.ds_tensor_copies = not cut.owned(rank) and cut.width(rank) > 0
         universal_info.note(param, made, kind)
-    if not is_autotp_training_mode() or earlier is not None:  # a parameter that was cut before has its sum
-        return
-    if partial:
-        _C.sum_gradients(param, mesh_views.tensor_ranks(group))
-    elif cut is not None and cut.copied():
-        holders = cut.holders(rank)
-        ranks = dist.get_all_ranks_from_group(group)
-        sharing = mesh.group_over([ranks[one] for one in holders])
+    if is_autotp_training_mode() and earlier is None:  # a parameter that was cut before has its sum
+        sum_over_holders(param)
+
+
+def sum_over_holders(param):
+    """Lets the gradient of a parameter be the sum over the ranks that have the same elements of it and use them for
+    different results."""
+    made = cut_of(param)
+    if made.partial:
+        _C.sum_gradients(param, mesh_views.tensor_ranks(made.group))
+    elif made.cut is not None and made.cut.copied():
+        ranks = dist.get_all_ranks_from_group(made.group)
+        sharing = mesh.group_over([ranks[one] for one in made.cut.holders(made.rank)])
         _C.sum_gradients(param, mesh_views.tensor_ranks(sharing))
 
 
@@ -81,6 +92,7 @@ class TensorParallel_Layer(nn.Module):
     """
 
     along_outputs = True
+    split = None  # a SequenceSplit: each rank has a part of every sequence outside of cut layers
 
     def __init__(self, module, mp_group=None, name=None, cut=None, overlap=False, skip_partition=False):
         super().__init__()
@@ -162,7 +174,8 @@ class LinearLayer(TensorParallel_Layer):
         if self.overlap and not casts:
             made = self.exchange.linear(input, weight, self.bias)
         else:
-            made = nn.functional.linear(self.exchange.copy_in(input), weight, self.bias)
+            copied = self.exchange.copy_in(input) if self.split is None else self.split.gather(input)
+            made = nn.functional.linear(copied, weight, self.bias)
         if not self.gather_output or self.tp_world_size == 1:
             return made
         return join_over(self.mp_group, self.cut, made, -1)
@@ -188,17 +201,34 @@ class LinearAllreduce(TensorParallel_Layer):
 
     def forward(self, input):
         """input: (..., this rank's inputs); result: (..., outputs), on every rank."""
-        made = self.exchange.sum_out(self._own(input, None))
+        part = self._own(input, None)
+        made = self.exchange.sum_out(part) if self.split is None else self.split.scatter(part)
         return made if self.bias is None else made + self.bias.to(made.dtype)  # autocast computes in another type
 
 
-class LmHeadLinearAllreduce(LinearAllreduce):
-    """A head that is cut along its inputs and reads all of them: each rank takes its own."""
+class LinearAllreduceWithReplicatedInput(LinearAllreduce):
+    """A linear layer that is cut along its inputs and reads all of them: each rank takes its own."""
 
     def forward(self, input):
-        """input: (..., all inputs); result: (..., words), on every rank."""
+        """input: (..., all inputs); result: (..., outputs), on every rank."""
         copied = self.exchange.copy_in(input)
         return super().forward(tensor_slices.narrow(copied, copied.dim() - 1, self.cut, self.tp_index))
+
+
+class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
+    """A head, whose outputs are the words, that is cut along its inputs."""
+
+
+class ScatterToTensorParallelRegion:
+    """``ScatterToTensorParallelRegion.apply(mp_group, input)``: this rank's part of the last dimension of ``input``, which
+    all ranks of torch's ``mp_group`` have alike. The gradient is gathered from the ranks."""
+
+    @staticmethod
+    def apply(mp_group, input):
+        """input: (..., features); result: (..., this rank's features)."""
+        cut = even_cut([input.shape[-1]], dist.get_world_size(mp_group))
+        widths = [cut.width(rank) for rank in range(cut.ranks())]
+        return _C.split_widths(mesh_views.tensor_ranks(mp_group), input, input.dim() - 1, widths)
 
 
 class _SubParams(TensorParallel_Layer):
@@ -288,6 +318,85 @@ class Yuan_LinearAllreduce(LinearAllreduce):
 
     def _cut_of(self, size):
         return even_cut([size // 2, size - size // 2], self.tp_world_size, self.name)
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------------------
+class VocabParallelLinear(LinearLayer):
+    """A head of which each rank has some words. It gives ``VocabLogits``, of which ``torch.nn.functional.cross_entropy``
+    is computed without the logits of all words. ``overwrite``: backward writes their gradient over the logits."""
+
+    def __init__(self, module, mp_group=None, overwrite=False, **kwargs):
+        super().__init__(module, mp_group, **kwargs)
+        self.words, self.overwrite = _words_of(self.cut, mp_group, self.tp_index), overwrite
+
+    def forward(self, input):
+        """input: (..., features); result: (..., this rank's words)."""
+        made = super().forward(input)
+        return made if self.gather_output else VocabLogits.of(made, self.words, self.cut, self.overwrite)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding of which each rank has some words; all ranks get the features of all tokens. ``module``: the whole
+    embedding; ``cut``: the native ``TensorCut`` of the words, in place of the published sizes."""
+
+    def __init__(self, module, mp_group=None, name=None, cut=None):
+        super().__init__()
+        self.weight, self.mp_group = module.weight, mp_group
+        self.embedding_dim, self.cut = module.embedding_dim, cut
+        if cut is None:
+            self.cut = even_cut([module.num_embeddings], 1 if mp_group is None else dist.get_world_size(mp_group), name)
+        self.own_words = OwnWords(module, self.cut, mp_group, name)
+        self.words, self.num_embeddings = self.own_words.words, self.cut.size()
+        self.options = {key: getattr(module, key) for key in ("padding_idx", "scale_grad_by_freq", "sparse")}
+        self.train(module.training)
+
+    def forward(self, input):
+        """input: (...), numbers of words; result: (..., features). IndexError for a word that there is not; on a GPU its
+        features are zeros."""
+        return self.own_words.read(input, self._look_up)
+
+    def _look_up(self, places):
+        return nn.functional.embedding(places, self.weight, **self.options)
+
+
+class OwnWords:
+    """The words of an embedding that this rank has. Its weight becomes the rank's rows, in place."""
+
+    def __init__(self, module, cut, group, name=None):
+        if module.max_norm is not None:
+            raise ValueError(f"'{name}' has a max_norm, which changes words as they are read: leave it whole")
+        if cut.size() < cut.ranks():
+            raise ValueError(f"'{name}' has {cut.size()} words, too few for {cut.ranks()} ranks: leave it whole")
+        rank = 0 if group is None else dist.get_rank(group)
+        self.words, self.exchange = _words_of(cut, group, rank), exchange_of(group)
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        is_here = self.words.start <= padding < self.words.stop
+        module.padding_idx = padding - self.words.start if is_here else None
+        cut_param(module.weight, 0, cut, group, rank)
+
+    def read(self, input, look_up):
+        """The features of all tokens. ``look_up``: gives those of some of this rank's words, counted from its first."""
+        words = self.words
+        if input.device.type == "cpu" and input.numel():
+            least, most = (int(one) for one in input.aminmax())
+            if least < 0 or most >= words.words:
+                word = least if least < 0 else most
+                raise IndexError(f"word {word} is not one of the {words.words} words of the embedding")
+        elsewhere = (input < words.start) | (input >= words.stop)
+        made = look_up((input - words.start).masked_fill(elsewhere, 0))
+        return self.exchange.sum_out(made.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    def forward_of(self, module):
+        """A ``forward`` for an embedding of a class of its own, which treats each token alone."""
+        return functools.partial(self.read, look_up=module.forward)
+
+
+def _words_of(cut, group, rank):
+    """The ``VocabSlice`` of a rank. ``cut``: of the words, which each rank has in a row."""
+    ends = [0]
+    for one in range(cut.ranks()):
+        ends.append(ends[-1] + cut.width(one))
+    return VocabSlice(group, ends[rank], ends[rank + 1], cut.size())
 
 
 # ---- embeddings -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,12 @@ _SAMPLES, _TOKENS = 2, 5
 def blocks_of(model):
     """``{name: block}`` of the parts of a model that are cut one by one: the elements of its outermost lists of modules
     that have linear layers inside. The model itself, called "", where it has no such list."""
+    if isinstance(model, LayerChain):
+        return {
+            name: one
+            for name, one in model.named_children()
+            if not is_linear(one) and any(map(is_linear, one.modules()))
+        }
     found = {}
     for name, module in model.named_modules():
         if any(name.startswith(f"{one}.") for one in found):
@@ -28,6 +34,25 @@ def _is_leaf_list(module):
     """Whether elements are layers rather than blocks: some element is a linear layer, or they differ in kind."""
     children = [one for one in module.children() if any(map(is_linear, one.modules()))]
     return not children or any(map(is_linear, children)) or len({type(one) for one in children}) > 1
+
+
+class LayerChain(nn.Module):
+    """The layers of a pipeline one behind the other, of which a rank has some. They need no values. ``layers``: ``{name:
+    (module, or None for a function; what is called)}``; ``sample``: inputs of the first one, None: tokens or features."""
+
+    advice = "pass profile_input=, inputs of a micro-batch, to PipelineModule"
+
+    def __init__(self, layers, sample=None):
+        super().__init__()
+        self.calls, self.sample = [call for _, call in layers.values()], sample
+        for name, (module, _) in layers.items():
+            if module is not None:
+                self.add_module(name, module)
+
+    def forward(self, x):
+        for call in self.calls:
+            x = call(x)
+        return x
 
 
 def kind_of(block):
@@ -54,10 +79,8 @@ def calls_of(model, blocks):
                 return calls
     if calls:
         return calls
-    raise NotAnalysed(
-        f"{type(model).__name__} does not run on a probe ({problem}): give the model a property dummy_inputs, a dict "
-        "of arguments that it runs with"
-    )
+    advice = "give the model a property dummy_inputs, a dict of arguments that it runs with"
+    raise NotAnalysed(f"{type(model).__name__} does not run on a probe ({problem}): {getattr(model, 'advice', advice)}")
 
 
 def _record(forward, kind, calls, results, *args, **kwargs):
@@ -73,6 +96,9 @@ def samples_of(model):
     accepted = inspect.signature(model.forward).parameters
     more = {"use_cache": False} if "use_cache" in accepted else {}
     generator = torch.Generator().manual_seed(0)
+    if getattr(model, "sample", None) is not None and isinstance(model, LayerChain):
+        yield (with_tensors(model.sample, lambda _, tensor: tensor.cpu()),), more
+        return
     given = getattr(model, "dummy_inputs", None)
     if isinstance(given, dict):
         known = {name: one for name, one in given.items() if name in accepted}

@@ -13,6 +13,7 @@ from deepspeed.module_inject.block_twin import copy_of, tensors_in, with_tensors
 from deepspeed.module_inject.cut_group import own_units
 from deepspeed.module_inject.cut_plan import cut_block
 from deepspeed.module_inject.layers import TensorParallel_Layer, cut_of
+from deepspeed.module_inject.split_sequence import SequenceSplit, split_block
 from deepspeed.utils import tensor_slices
 
 _RELATIVE = 1e-3
@@ -85,9 +86,10 @@ def _random(param, generator):
     return torch.nn.Parameter(values, requires_grad=param.requires_grad)
 
 
-def prove(block, name, plan, ranks, group, training=True):
+def prove(block, name, plan, ranks, group, training=True, split=False):
     """Raises PlanError where ``block``, cut as its ``BlockPlan`` says, gives other outputs or gradients than the whole
-    one. The text names the first module that differs. Every rank of torch's ``group`` calls it with equal arguments."""
+    one. The text names the first module that differs. ``split``: each rank has a part of every sequence outside of cut
+    layers. Every rank of torch's ``group`` calls it with equal arguments."""
     rank = dist.get_rank(group)
     whole = trial_copy(block)
     before = _Record(whole, plan.given, training)
@@ -95,21 +97,30 @@ def prove(block, name, plan, ranks, group, training=True):
     problem = None
     try:
         cut_block(cut, plan, ranks, group, rank)
+        if split:
+            split_block(cut, name, plan, group, SequenceSplit(group))
 
         def own_weight(index, shape):
             return _own_weight(before.weights[index], shape, plan.groups, ranks, rank)
 
-        problem = _difference(before, _Record(cut, plan.given, training, own_weight), cut)
+        after = _Record(cut, plan.given, training, own_weight)
+        if split:  # modules see parts, and layers may see tokens in another order
+            after.outputs = {"": after.outputs[""]}
+        problem = _difference(before, after, cut)
     except (RuntimeError, ValueError, TypeError) as error:
         problem = str(error)
     found = [None] * ranks
     dist.all_gather_object(found, problem, group=group)
     told = [(one, text) for one, text in enumerate(found) if text]
     if told:
+        advice = (
+            "Correct the plan, or leave these layers whole with an entry of "
+            "tensor_parallel.partition_config.layer_specs of partition_type skip"
+        )
         raise PlanError(
             f"tensor parallelism: block '{name}' ({type(block).__name__}) computes something else when it is cut over "
-            f"{ranks} ranks: {told[0][1]} (rank {told[0][0]} of the group). Correct the plan, or leave these layers "
-            "whole with an entry of tensor_parallel.partition_config.layer_specs of partition_type skip"
+            f"{ranks} ranks{' and each has a part of every sequence' if split else ''}: {told[0][1]} (rank {told[0][0]} "
+            f"of the group). {'Leave tensor_parallel.split_sequence out' if split else advice}"
         )
 
 
@@ -134,7 +145,8 @@ def _difference(before, after, block):
             if wanted is None or one.shape != wanted.shape:
                 continue  # something between two layers that are cut: this rank's channels of it
             if not _close(one, wanted):
-                return f"the output of '{name}' differs by {_gap(one, wanted):.2g}"
+                what = f"'{name}'" if name else "the block"
+                return f"the output of {what} differs by {_gap(one, wanted):.2g}"
     # Gradients that are zero but for rounding (of the bias of keys, for example) are compared with the largest one.
     largest = max((float(grad.abs().max()) for grad in before.grads.values() if grad is not None), default=0.0)
     for name, grad in after.grads.items():

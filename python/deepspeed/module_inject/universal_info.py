@@ -109,7 +109,16 @@ def collect_autotp_universal_checkpoint_info(model):
 
     Blocks that are alike share patterns. A parameter that no pattern matches is cut along dimension 0.
     """
-    metas = {name: _get_param_uc_conversion_meta(param) for name, param in model.named_parameters()}
+    return info_of(metas_of(model))
+
+
+def metas_of(model):
+    """``{name of a parameter: how it is cut, or None}``."""
+    return {name: _get_param_uc_conversion_meta(param) for name, param in model.named_parameters()}
+
+
+def info_of(metas):
+    """The ``universal_checkpoint_info`` of the parameters that ``metas_of`` tells of."""
     if not any(metas.values()):
         return {}
     listed = {key: [] for key in (

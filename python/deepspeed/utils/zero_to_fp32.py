@@ -308,11 +308,15 @@ def _by_stage(paths):
 
 def _layer_files(folder, model_file):
     """name -> LazyTensor of what the files of a stage's layers have."""
-    layers = (load(model_file, lazy=True).get("params_by_rank") or {}).get("layers") or {}
+    state = load(model_file, lazy=True)
+    layers = (state.get("params_by_rank") or {}).get("layers") or {}
+    ranks = (state.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
+    own = int(re.search(r"mp_rank_(\d+)_", os.path.basename(model_file))[1]) % ranks if layers else 0
+    end = f"-model_{own:02d}-model_states.pt" if ranks > 1 else "-model_states.pt"
     return {
         f"{path}.{name}": value
         for layer, path in layers.items()
-        for name, value in load(os.path.join(folder, f"layer_{layer:02d}-model_states.pt"), lazy=True).items()
+        for name, value in load(os.path.join(folder, f"layer_{layer:02d}{end}"), lazy=True).items()
     }
 
 

@@ -80,6 +80,38 @@ TEST_P(TensorExchanges, EqualOneProcess) {
   });
 }
 
+TEST_P(TensorExchanges, PartsOfASequenceEqualOneProcess) {
+  const auto [n, even] = GetParam();
+  const int64_t tokens = even ? 8 * n : 9;
+  const Unit one;
+  const at::Tensor x = leaf(values({2, tokens, kInputs}, 0.1)), seed = values({2, tokens, kOutputs}, 0.6);
+  const at::Tensor gate = leaf(one.gate), up = leaf(one.up), down = leaf(one.down);
+  const at::Tensor wanted = at::linear(at::linear(x, gate).tanh() * at::linear(x, up), down);
+  const auto back = grad({wanted}, {x, gate, up, down}, {seed});
+  with_ranks(n, [&, n = n, even = even](int rank, const comm::CommunicatorPtr& ranks) {
+    const Widths widths = deal(tokens, n), inside = deal(kInside, n);
+    const auto mine = [&](const at::Tensor& whole, int64_t dim) { return leaf(own(whole, dim, inside, rank)); };
+    const at::Tensor part = leaf(own(x.detach(), 1, widths, rank)), g = mine(one.gate, 0), u = mine(one.up, 0),
+                     d = mine(one.down, 1);
+    TensorExchange exchange(ranks, false);
+    const int64_t before = ranks->traffic().bytes;
+    const at::Tensor whole = exchange.gather_in(part, 1, widths);
+    EXPECT_TRUE(exchange.gather_in(part, 1, widths).is_same(whole)) << "layers that read one tensor share a gather";
+    exchange.copy_in(g);
+    EXPECT_TRUE(exchange.copy_in(whole).is_same(whole)) << "its gradient is summed already";
+    const at::Tensor found =
+        exchange.scatter_out(at::linear(at::linear(whole, g).tanh() * at::linear(whole, u), d), 1, widths);
+    EXPECT_TRUE(at::allclose(found, own(wanted, 1, widths, rank), 1e-12, 1e-12));
+    const auto grads = grad({found}, {part, g, u, d}, {own(seed, 1, widths, rank)});
+    const at::Tensor expected[] = {own(back[0], 1, widths, rank), own(back[1], 0, inside, rank),
+                                   own(back[2], 0, inside, rank), own(back[3], 1, inside, rank)};
+    for (size_t i = 0; i < grads.size(); ++i) EXPECT_TRUE(at::allclose(grads[i], expected[i], 1e-12, 1e-12)) << i;
+    // As many as an all-reduce of the inputs' gradients and one of the outputs.
+    const int64_t rows = 2 * tokens, item = sizeof(double);
+    if (even) EXPECT_EQ(ranks->traffic().bytes - before, 2 * rows * item * (kInputs + kOutputs) * (n - 1) / n);
+  });
+}
+
 TEST_P(TensorExchanges, GatherAndSplitUnevenParts) {
   const auto [n, last] = GetParam();
   const int64_t dim = last ? -1 : 1;

@@ -33,6 +33,9 @@ OWN_KEYS = {
     "keep_in_fp32_modules",
     "zero_optimization.compute_grad_norm",
     "zero_optimization.parameter_alignment",
+    "tensor_parallel.vocab_parallel_lm_head",  # and the next one: of DeepSpeed 0.19.8
+    "tensor_parallel.vocab_parallel_ce_backend",
+    "tensor_parallel.split_sequence",
     "tensor_parallel.verify",
     "zero_optimization.audit_steps",
     "zero_optimization.cpu_offload_params",  # of older releases

@@ -51,8 +51,10 @@ class Source:
                 "convert: it was saved without an optimizer, or the files are gone"
             )
         self.zero_stage = self.saved(0).zero_stage
-        self.tables = self.saved(0).model.get(keys.TENSOR_CUTS) or {}
-        self.info = self._find_info()
+        is_joined = self._is_pipeline and self.pp_degree * self.tp_degree == 1  # its slices are, too
+        tables = self.saved(0).model.get(keys.TENSOR_CUTS) or {}
+        self.cuts_frozen, self.tables = bool(tables), {} if is_joined else tables
+        self.info = None if is_joined else self._find_info()
         if self.info is None and not inject and self.pp_degree * self.tp_degree > 1:
             raise ValueError(
                 f"{folder} is of {self.pp_degree} pipeline stages of {self.tp_degree} tensor-parallel ranks, and its "
@@ -128,7 +130,7 @@ class Source:
     def frozen(self):
         """Names of parameters that are not trained and that some rank that saved has a part of."""
         first = self.saved(0)
-        if not self.tables:
+        if not self.cuts_frozen:
             return [name for name in first.frozen_shapes if first.frozen_pieces(name)]
         others = {*first.shapes, *first.aliases, *(first.model.get(keys.BUFFER_NAMES) or ())}
         return [name for name in {**first.frozen_shapes, **first.module()} if name not in others]

@@ -144,13 +144,17 @@ def _open_slices(folder, rank, count, cuts, **options):
     about = _facts(folder)[1]
     staged = (about.get(names.RESERVED_KEY) or {}).get(CHECKPOINT_PP_DEGREE, 1) > 1
     saved, tables = about.get("mp_world_size", count), about.get(TENSOR_CUTS) or {}
-    own = {name: cut.table for name, cut in (cuts or {}).items() if cut.table is not None}
+    own = _tables_in(cuts)
     known = tables if cuts is None else {name: table for name, table in tables.items() if name in cuts}
     if staged or (saved == count or cuts is None) and own == known:
         return open_saved(folder, rank, mp_size=count, **options)
     states = [open_saved(folder, other, mp_size=count, **options) for other in range(saved)]
     with _undamaged(folder):
         return SavedSlices(states, cuts or {}, rank, count)
+
+
+def _tables_in(cuts):
+    return {name: cut.table for name, cut in (cuts or {}).items() if cut.table is not None}
 
 
 # ---- pipelines -----------------------------------------------------------------------------------------------------
@@ -177,13 +181,16 @@ def open_run(folder, mp_rank=0, dp_rank=0, mp_size=1, stages=1, layers=None, tie
     if degrees is None:
         return _open_slices(folder, mp_rank % slices, slices, cuts, dp_rank=dp_rank, **options)
     pp, tp = degrees
+    if names.is_universal(folder):
+        options["cuts"] = cuts
 
     def opened(ranks, tp_rank):
         states = [open_saved(folder, rank, dp_rank, mp_size=slices, **options) for rank in ranks]
         _check_optimizers(folder, ranks, states)
         weights = {} if names.is_native(folder) else _layer_weights(folder, tp, tp_rank % tp, layers, tied, states)
         if names.is_universal(folder):  # it has whole parameters; buffers are in the files of layers
-            weights = {name: value for name, value in weights.items() if name not in states[0].shapes}
+            whole = {*states[0].shapes, *states[0].frozen_shapes}
+            weights = {name: value for name, value in weights.items() if name not in whole}
         own = mp_rank // slices if mp_rank // slices < len(states) else 0
         joined = Joined(states, _model_of(states, own), weights, own)
         joined.is_whole = tp == 1
@@ -194,7 +201,8 @@ def open_run(folder, mp_rank=0, dp_rank=0, mp_size=1, stages=1, layers=None, tie
 
     if names.is_universal(folder):
         return opened([mp_rank % slices], mp_rank % slices)
-    if tp == slices:
+    tables, own = _facts(folder)[1].get(TENSOR_CUTS) or {}, _tables_in(cuts)
+    if tp == slices and all(tables.get(name) == table for name, table in own.items()):
         return of_stages(mp_rank % slices)
     return SavedSlices([of_stages(tp_rank) for tp_rank in range(tp)], cuts or {}, mp_rank % slices, slices)
 

@@ -6,8 +6,6 @@ from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.constants import (
     CHECKPOINT_PP_DEGREE,
     CHECKPOINT_TP_DEGREE,
-    TENSOR_CUTS,
-    UNIVERSAL_CHECKPOINT_INFO,
 )
 from deepspeed.checkpoint.convert.whole_model import save_16bit_model, whole_state_dict
 from deepspeed.checkpoint.engines.built_in import TorchCheckpointEngine
@@ -23,9 +21,7 @@ from deepspeed.config.secrets import shown
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.members import engine_parts, member, run_hooks
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.module_inject.universal_info import collect_autotp_universal_checkpoint_info
 from deepspeed.optim.schedule_values import rehearse
-from deepspeed.utils.param_cut import cut_of
 from deepspeed.zero.core import writing
 from deepspeed.zero.gathers.gathered import GatheredParameters
 from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
@@ -128,7 +124,7 @@ class Checkpoints:
             loaded_values=engine.loaded_engine_state,
             memo=self.memo,
             position=self._position,
-            tensor_facts=self._tensor_facts,
+            tensor_facts=engine._tensors.saved_facts,
             optimizer_facts=engine._experts.folding_facts(),
         )
 
@@ -171,20 +167,6 @@ class Checkpoints:
         parallel = self.engine.parallel
         own = {} if parallel.mpu is not None else {CHECKPOINT_TP_DEGREE: parallel.mp_world_size}
         return {**parallel_metadata(parallel.mpu), **own}
-
-    def _tensor_facts(self):
-        """The slices of parameters that this model has, in our form and in the published one."""
-        weights = ModuleTensors(self.engine.module)
-        cuts = {weights.named(name): cut_of(param) for name, param in weights.params.items()}
-        tables = {name: cut.table() for name, cut in cuts.items() if cut is not None and cut.dim is not None}
-        for path, experts in self.engine._experts.alike():
-            for name in [one for one in tables if one.startswith(f"{path}.")]:
-                rest = name[len(path) + 1 :].partition(".")[2]
-                tables.update({f"{path}.{number}.{rest}": tables[name] for number in range(experts)})
-        if not tables:
-            return {}
-        info = collect_autotp_universal_checkpoint_info(self.engine.module)
-        return {TENSOR_CUTS: tables, UNIVERSAL_CHECKPOINT_INFO: info}
 
     def _position(self):
         """In the training data, where the accumulation window began. None for a stage in the middle of a pipeline."""

@@ -162,6 +162,7 @@ class Execution:
         inputs, labels = batches.pair(batches.next_batch(held.number))
         if torch.is_grad_enabled():
             self.engine._postmortem.see_inputs((inputs, labels), {})
+            self.engine._tensors.see_inputs((*tensors_of(inputs), labels), {})
         if held.part == 0:
             if self.engine.fp16_enabled() and self.engine.fp16_auto_cast():
                 inputs = cast_floats(inputs, torch.float16)
