@@ -237,13 +237,12 @@ def _named_weights(parts, takes):
     """Parameters that only some ranks train, experts: every rank has pieces of its own, by name and first element.
     Those for whose name ``takes`` is true."""
     found, shapes, strides, weights = {}, {}, {}, {}
-    for part in parts:
-        for name, pieces in (part["tensors"].get("fp32") or {}).items() if part else ():
-            if not takes(name):
-                continue
+    for part in filter(None, parts):
+        pieces = part["tensors"].get("fp32") or {}
+        for name in filter(takes, pieces):
             shapes[name] = torch.Size(part["parameters"][name]["shape"])
-            found.setdefault(name, {}).update({begin: tensor for begin, tensor in pieces})
-        strides.update(part["strides"] if part else {})
+            found.setdefault(name, {}).update(pieces[name])
+        strides.update(part["strides"])
     for name, pieces in found.items():
         runs = [(pieces[begin], 0, pieces[begin].numel()) for begin in sorted(pieces)]
         held = sum(numel for _, _, numel in runs)
@@ -286,8 +285,8 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
     for rank, (stage, ranks, flats, parts) in parsed.items():
         own = {**named, **_named_weights(parts, tables.__contains__)}
         own = {name: own[name] for part in parts if part for name in part["parameters"]}
-        given = models[rank], experts.get(rank, ())
-        found.append(_weights_of(folder, stage, ranks, flats, own, *given, exclude_frozen_parameters))
+        files = models[rank], experts.get(rank, ())
+        found.append(_weights_of(folder, stage, ranks, flats, own, *files, exclude_frozen_parameters))
     return join_weights(found, tables, folder)
 
 
