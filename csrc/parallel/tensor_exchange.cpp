@@ -88,6 +88,22 @@ at::Tensor TensorExchange::sum_out(const at::Tensor& part) {
   return reduce(ranks_, part);
 }
 
+at::Tensor TensorExchange::copy_in_beside(const at::Tensor& input, uint64_t place) const {
+  if (ranks_->size() == 1) return input;
+  const auto sum = std::make_shared<c10::optional<PendingSum>>();  // of the gradient, between the two nodes
+  const auto arrived = [sum](const at::Tensor&) {
+    PendingSum pending = std::move(**sum);
+    sum->reset();
+    return pending.wait();
+  };
+  const auto sent = [sum, ranks = ranks_](const at::Tensor& grad) {
+    sum->emplace(ranks, grad);
+    return grad;
+  };
+  const at::Tensor waits = with_gradient("GradientArrivedBackward", input, alias_of(input), arrived, place);
+  return with_gradient("GradientSentBackward", waits, alias_of(waits), sent);
+}
+
 at::Tensor TensorExchange::linear(const at::Tensor& input, const at::Tensor& weight,
                                   const c10::optional<at::Tensor>& bias) {
   const bool overlaps = overlap_ && ranks_->size() > 1 && c10::GradMode::is_enabled() && input.requires_grad() &&
