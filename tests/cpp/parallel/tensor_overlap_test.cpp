@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "../comm/transports.h"
 #include "../error_of.h"
 #include "../on_threads.h"
 #include "comm/decorators/forwarding.h"
@@ -160,6 +161,40 @@ TEST(TensorOverlap, ThePartMayChangeAndTheSumIsTakenOnce) {
     EXPECT_TRUE(at::equal(sum.wait(), at::full({2}, 3.0)));
     EXPECT_NE(error_of([&] { sum.wait(); }).find("was called twice"), std::string::npos);
   });
+}
+
+// One rank over NCCL whose layers are told that there are two, so that they exchange.
+class SaidToBeTwo : public comm::ForwardingCommunicator {
+ public:
+  using ForwardingCommunicator::ForwardingCommunicator;
+  int size() const override { return 2; }
+
+ protected:
+  comm::WorkPtr start(const comm::Op& op) override { return inner_->run(op); }
+};
+
+TEST(TensorOverlap, OnADeviceWhatReadsASumWaitsForIt) {
+  using namespace comm::testing_transports;
+  const Layers one(2, 0, 1);
+  const at::Tensor x = leaf(values({kRows, kWidth}, 0.3)), seed = values({kRows, kWidth}, 0.4);
+  const at::Tensor wanted = whole(one, x);
+  const auto back = grad({wanted}, {x, one.params[0]}, {seed});
+  const auto body = [&](bool sound) {
+    const c10::DeviceGuard current(device_of(0));
+    comm::CommunicatorPtr ranks = comm::thread_communicators(1)[0];
+    if (on_standin()) ranks = nccl_on_device(ranks, comm::NcclLibrary::open(comm::fake_nccl_path())->make_id());
+    Layers own(2, 0, 1);
+    for (at::Tensor& param : own.params) param = leaf(param.detach().to(device_of(0)));
+    const at::Tensor input = leaf(x.detach().to(device_of(0)));
+    Events events;
+    const TensorExchange exchange(std::make_shared<SaidToBeTwo>(ranks), false);
+    const at::Tensor found = by_halves(exchange, own, input, events);
+    const auto grads = grad({found}, {input, own.params[0]}, {seed.to(device_of(0))});
+    if (!sound) return;
+    EXPECT_TRUE(at::allclose(found.cpu(), wanted, 1e-12, 1e-12));
+    for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(grads[i].cpu(), back[i], 1e-12, 1e-12)) << i;
+  };
+  EXPECT_EQ(waits_that_nothing_misses(body), std::vector<std::string>{});
 }
 
 }  // namespace
