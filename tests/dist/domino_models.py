@@ -52,7 +52,11 @@ class Case:
         vars(self.config).update(more)
         self.samples = pick(1, 2, 3, 4)
         self.mask_type = pick(AttnMaskType.causal, AttnMaskType.causal, AttnMaskType.padding)
-        self.rotary, self.masked, self.post_layer_norm = pick(False, True), pick(None, 1, self.samples), pick(True, False)
+        self.rotary, self.masked, self.post_layer_norm = (
+            pick(False, True),
+            pick(None, 1, self.samples),
+            pick(True, False),
+        )
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.randn(TOKENS, self.samples, self.config.hidden_size, generator=generator)
         self.grad = torch.randn(self.x.shape, generator=generator)
@@ -60,7 +64,9 @@ class Case:
         if self.masked is not None:
             self.mask = torch.rand(self.masked, 1, TOKENS, TOKENS, generator=generator) < 0.3
             self.mask[..., 0] = False  # each query sees a key
-        self.angles = torch.randn(TOKENS, 1, 1, WIDTH // 2, generator=generator).repeat(1, 1, 1, 2) if self.rotary else None
+        self.angles = (
+            torch.randn(TOKENS, 1, 1, WIDTH // 2, generator=generator).repeat(1, 1, 1, 2) if self.rotary else None
+        )
 
     def model(self, mpu):
         """Slices of weights that are alike for any number of ranks."""

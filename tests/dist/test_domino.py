@@ -1,6 +1,6 @@
 """Domino: Megatron's transformer cut over ranks, whose sums run while the other half of the batch is computed."""
 
-import contextlib
+import re
 import types
 
 import pytest
@@ -12,7 +12,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.domino.transformer import AttnMaskType, DominoTransformer, LayerType, ModelType
 from deepspeed.utils.param_cut import cut_of
 from deepspeed.utils.random_state import get_cuda_rng_tracker
-from domino_models import HEADS, TOKENS, Case, config_of, plain, whole_of
+from domino_models import TOKENS, Case, config_of, plain, whole_of
 from harness import on_ranks, run_ranks
 from mpu import Mpu, two_by_two
 from refusals import refused
@@ -45,7 +45,9 @@ def test_random_models_equal_one_plain_process(rank, world):
     for seed in range(60 if every_case() else 8):
         case = Case(100 * world + seed, world)
         model = case.model(mpu)
-        whole = {name: value.double().requires_grad_() for name, value in whole_of(model).items()}
+        whole, alone = whole_of(model), whole_of(case.model(None))
+        assert all(torch.equal(value, alone[name]) for name, value in whole.items()), "weights depend on the ranks"
+        whole = {name: value.double().requires_grad_() for name, value in whole.items()}
         x = case.x.double().requires_grad_()
         case.angles = None if case.angles is None else case.angles.double()
         expected = plain(case, whole, x)
@@ -79,6 +81,75 @@ def test_halves_equal_samples_that_are_not_divided(rank, world):
                 total = found if total is None else {name: total[name] + one for name, one in found.items()}
             for name, grad in grads.items():
                 assert relative(grad, total[name]) < 2e-6, name
+
+
+@on_ranks(2, init=True)
+def test_16_bits_are_as_exact_as_one_process(rank, world):
+    for seed in range(3):
+        case = Case(seed, world, params_dtype=torch.bfloat16, fp32_residual_connection=seed == 0)
+        case.grad = case.grad.bfloat16() if case.post_layer_norm or seed else case.grad
+        case.x = case.x if seed == 0 else case.x.bfloat16()
+        several, alone, gaps = case.model(mpu_of_all()), case.model(None), []
+        exact = plain(case, {name: value.double() for name, value in whole_of(several).items()}, case.x.double())
+        gaps = [relative(trained(one, one, case, case.x)[0], exact) for one in (several, alone)]
+        assert gaps[0] < max(2 * gaps[1], 1e-3) and gaps[1] < 0.1, (seed, gaps)
+
+
+@on_ranks(2, init=True)
+def test_a_transformer_that_is_computed_again_in_backward(rank, world):
+    mpu, case = mpu_of_all(), Case(3, 2)
+    model = case.model(mpu)
+    case.config.hidden_dropout = 0.0
+    deepspeed.checkpointing.configure(mpu)
+    again = lambda x, *more: deepspeed.checkpointing.checkpoint(model, x, *more)  # noqa: E731
+    for one, other in zip(trained(again, model, case, case.x), trained(model, model, case, case.x)):
+        if torch.is_tensor(one):
+            assert torch.equal(one, other)
+        else:
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    expected = trained(model, model, case, case.x)[0]
+    with torch.no_grad():
+        assert torch.equal(model(case.x, case.mask, case.angles), expected)
+
+
+def test_stages_of_a_pipeline_are_runs_of_layers():
+    case = Case(0, num_layers=4, fp32_residual_connection=False)
+    case.post_layer_norm = case.rotary = True
+    case.angles = torch.randn(TOKENS, 1, 1, 4)
+    calls = []
+
+    def turn(t, freqs, config):
+        calls.append(config)
+        return t * freqs
+
+    def made(stage, stages, **more):
+        torch.manual_seed(5)
+        mpu = pipeline_of(stage, stages)
+        return DominoTransformer(case.config, mpu, turn, ModelType.encoder_or_decoder, **more)
+
+    whole = made(0, 1, drop_path_rate=0.3).eval()
+    first = made(0, 2, drop_path_rate=0.3, post_process=False).eval()
+    last = made(1, 2, drop_path_rate=0.3, pre_process=False).eval()
+    assert not hasattr(first, "final_layernorm") and hasattr(last, "final_layernorm")
+    assert [one.layer_number for one in last.layers] == [3, 4] and last.layers[1].drop_path_rate == pytest.approx(0.3)
+    state = whole.state_dict_for_save_checkpoint(prefix="encoder.")
+    for stage, first_layer in ((first, 0), (last, 2)):
+        own = {}
+        for name in stage.state_dict():
+            number = re.search(r"layers\.(\d)", name)
+            own[name] = state[
+                "encoder." + (name if number is None else name.replace(number[1], str(int(number[1]) + first_layer), 1))
+            ]
+        stage.load_state_dict(own)
+    last.set_input_tensor(first(case.x, None, case.angles))
+    assert torch.equal(last(None, None, (case.angles, case.angles)), whole(case.x, None, case.angles))
+    assert calls and all(one is case.config for one in calls)
+
+
+def pipeline_of(stage, stages):
+    return ranks_of(
+        1, get_pipeline_model_parallel_world_size=lambda: stages, get_pipeline_model_parallel_rank=lambda: stage
+    )
 
 
 class Recorder:
@@ -197,7 +268,9 @@ def test_dropout_and_drop_path_keep_the_mean(rank, world):
     case = Case(1, gated_linear_unit=False, num_layers=3)
     case.config.hidden_dropout = 0.2
     torch.manual_seed(0)
-    model = DominoTransformer(case.config, None, None, ModelType.encoder_or_decoder, post_layer_norm=False, drop_path_rate=0.5)
+    model = DominoTransformer(
+        case.config, None, None, ModelType.encoder_or_decoder, post_layer_norm=False, drop_path_rate=0.5
+    )
     assert [layer.drop_path_rate for layer in model.layers] == [0, 0.25, 0.5]
     layer, before = model.layers[2], torch.zeros(50, 400, 20)
     made = layer._add(before, None, torch.ones_like(before))
@@ -306,7 +379,11 @@ def load(rank, world, tp, stage, folder, tag="t"):
 
 def test_checkpoints_load_at_another_number_of_ranks(tmp_path):
     saved, losses = run_ranks(2, save, 2, 1, str(tmp_path), init=True)[0]
-    ds_to_universal.main(ds_to_universal.parse_arguments(["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "universal")]))
+    ds_to_universal.main(
+        ds_to_universal.parse_arguments(
+            ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "universal")]
+        )
+    )
     for world, tp, stage, tag in ((2, 2, 0, "t"), (1, 1, 1, "t"), (2, 1, 0, "universal")):
         for found, after in run_ranks(world, load, tp, stage, str(tmp_path), tag, init=True):
             for name, kinds in saved.items():
@@ -339,7 +416,8 @@ def test_what_is_not_supported_is_named_with_its_fix():
         "self_attn_mask_type prefix is not.*AttnMaskType.causal": {"self_attn_mask_type": "prefix"},
         "drop_path_rate is 1.0": {"drop_path_rate": 1.0},
         "config.sequence_parallel = True: leave out --sequence-parallel": {"config": config_of(sequence_parallel=True)},
-        "config.recompute_granularity = 'full'.*deepspeed.checkpointing": {"config": config_of(recompute_granularity="full")},
+        "config.recompute_granularity = 'full'.*deepspeed.checkpointing": {
+            "config": config_of(recompute_granularity="full")},
         "config.hidden_size is None, and it must be": {"config": config_of(hidden_size=None)},
         "config.num_layers is 0": {"config": config_of(num_layers=0)},
         "6 attention heads do not divide config.hidden_size = 20": {"config": config_of(kv_channels=None)},
@@ -347,10 +425,9 @@ def test_what_is_not_supported_is_named_with_its_fix():
         "config.hidden_dropout is 1": {"config": config_of(hidden_dropout=1)},
         "config.normalization is 'batch'": {"config": config_of(normalization="batch")},
         "3 pipeline stages do not divide config.num_layers = 2": {
-            "mpu": ranks_of(1, get_pipeline_model_parallel_world_size=lambda: 3, get_pipeline_model_parallel_rank=lambda: 0)},
+            "mpu": pipeline_of(0, 3)},
         "2 pipeline stages of an encoder and a decoder": {
-            "mpu": ranks_of(1, get_pipeline_model_parallel_world_size=lambda: 2, get_pipeline_model_parallel_rank=lambda: 0),
-            "model_type": ModelType.encoder_and_decoder},
+            "mpu": pipeline_of(0, 2), "model_type": ModelType.encoder_and_decoder},
     }.items():  # fmt: skip
         refused(ValueError, words, make, **given)
     model, x = make(), torch.zeros(TOKENS, 2, 20)

@@ -231,8 +231,8 @@ class DominoTransformer(DominoModule):
 def _check_mask(mask, samples):
     if mask.is_floating_point() or mask.dim() != 4 or mask.shape[0] not in (1, samples):
         raise ValueError(
-            f"attention_mask has the type {mask.dtype} and the shape {list(mask.shape)}: pass Megatron's, booleans that "
-            f"are True where a query does not see a key, of shape [{samples} or 1, 1, queries, keys], or None"
+            f"attention_mask has the type {mask.dtype} and the shape {list(mask.shape)}: pass Megatron's, booleans "
+            f"that are True where a query does not see a key, of shape [{samples} or 1, 1, queries, keys], or None"
         )
 
 

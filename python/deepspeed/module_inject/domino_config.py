@@ -105,8 +105,14 @@ def read(config, ranks=1, stages=1, stage=0):
     grouped = of("group_query_attention", True)
     shared_heads = of.size("num_query_groups", heads) if grouped else heads
     if heads % shared_heads:
-        raise ValueError(f"DominoTransformer: num_query_groups = {shared_heads} does not divide {heads} attention heads")
-    for name, number in (("num_attention_heads", heads), ("num_query_groups", shared_heads), ("ffn_hidden_size", inner)):
+        raise ValueError(
+            f"DominoTransformer: num_query_groups = {shared_heads} does not divide {heads} attention heads"
+        )
+    for name, number in (
+        ("num_attention_heads", heads),
+        ("num_query_groups", shared_heads),
+        ("ffn_hidden_size", inner),
+    ):
         if number % ranks:
             raise ValueError(
                 f"DominoTransformer: {ranks} tensor-parallel ranks do not divide config.{name} = {number}: choose a "

@@ -115,7 +115,7 @@ class Attention(nn.Module):
         query = query.reshape(tokens, samples, self.heads, self.head_dim)
         if angles is not None:
             of_query, of_key = angles if isinstance(angles, (tuple, list)) else (angles, angles)
-            query, key = self.rotate(query, of_query), self.rotate(key, of_key)
+            query, key = self.rotate(query, of_query).to(value.dtype), self.rotate(key, of_key).to(value.dtype)
         query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
         if readers > 1:
             key, value = (one.repeat_interleave(readers, 1) for one in (key, value))
