@@ -112,6 +112,25 @@ def test_a_transformer_that_is_computed_again_in_backward(rank, world):
         assert torch.equal(model(case.x, case.mask, case.angles), expected)
 
 
+def test_attention_that_only_hides_later_tokens_is_torchs_own(monkeypatch):
+    functional, calls = torch.nn.functional, []
+
+    def by_hand(query, key, value, dropout_p, is_causal):
+        assert is_causal and dropout_p == 0
+        scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+        later = torch.ones(scores.shape[-2:]).triu(1).bool()
+        return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
+
+    here = hasattr(torch.nn.functional, "scaled_dot_product_attention")  # torch 2
+    own = functional.scaled_dot_product_attention if here else by_hand
+    counted = lambda *given, **more: [calls.append(1), own(*given, **more)][1]  # noqa: E731
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted, raising=False)
+    model, x = make(config=config_of(num_query_groups=3)), torch.randn(TOKENS, 3, 20)
+    made, mask = model(x, None), torch.zeros(1, 1, TOKENS, TOKENS).bool()
+    assert len(calls) == 4
+    assert relative(model(x, mask), made.detach()) < 1e-6 and len(calls) == 4
+
+
 def test_stages_of_a_pipeline_are_runs_of_layers():
     case = Case(0, num_layers=4, fp32_residual_connection=False)
     case.post_layer_norm = case.rotary = True

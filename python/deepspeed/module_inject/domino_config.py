@@ -9,10 +9,34 @@ from typing import Callable
 import torch
 from torch.nn import functional as F
 
-ModelType = enum.Enum("ModelType", "encoder_or_decoder encoder_and_decoder retro_encoder retro_decoder")
-LayerType = enum.Enum("LayerType", "encoder decoder retro_encoder retro_decoder retro_decoder_with_retriever")
-AttnType = enum.Enum("AttnType", "self_attn cross_attn")
-AttnMaskType = enum.Enum("AttnMaskType", "padding causal no_mask padding_causal")
+
+
+class ModelType(enum.Enum):
+    encoder_or_decoder = 1
+    encoder_and_decoder = 2
+    retro_encoder = 3
+    retro_decoder = 4
+
+
+class LayerType(enum.Enum):
+    encoder = 1
+    decoder = 2
+    retro_encoder = 3
+    retro_decoder = 4
+    retro_decoder_with_retriever = 5
+
+
+class AttnType(enum.Enum):
+    self_attn = 1
+    cross_attn = 2
+
+
+class AttnMaskType(enum.Enum):
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+
 
 _NOTHING = (None, False, 0, 1, [1], (-1, -1))  # values of the attributes below that ask for nothing
 _REFUSED = {  # attribute of the configuration -> what to do instead

@@ -51,7 +51,7 @@ class Recorded : public comm::ForwardingCommunicator {
   int calls_ = 0;
 };
 
-// What a rank has of layers that each add a cut unit to their input.
+// Parameters of one rank, for layers that each add a cut unit to their input.
 struct Layers {
   Layers(int layers, int rank, int ranks) {
     const int64_t width = kInside / ranks;
