@@ -179,7 +179,7 @@ class Recorder:
         for number, layer in enumerate(model.layers):
             for kind, module in (("attention", layer.self_attention), ("unit", layer.mlp)):
                 module.register_forward_pre_hook(lambda _, given, name=f"{kind} {number}": self.compute(name))
-        self.turns = {}
+        self.turns, self.places = {}, []
 
     def compute(self, name):
         self.name = f"{name} of half {self.turns.setdefault(name, 0)}"
@@ -188,6 +188,7 @@ class Recorder:
 
     def copy_in_beside(self, tensor, place):
         made = self.exchange.copy_in_beside(tensor, place)
+        self.places.append(place)
         names = self.names = []
         tensor.register_hook(lambda grad: self.events.append(f"end {names[0]}"))
         made.register_hook(lambda grad: self.events.append(f"begin {names[0]}"))
@@ -240,6 +241,7 @@ def test_each_sum_runs_beside_the_computation_of_the_other_half(rank, world, kin
     model = DominoTransformer(config_of(), mpu_of_all(), None, ModelType.encoder_or_decoder)
     model.exchange = recorder = Recorder(model.exchange, model)
     made = getattr(model, kind)(torch.randn(TOKENS, 3, 20, requires_grad=True), None)
+    assert recorder.places == sorted(set(recorder.places)), "a sum that starts earlier is waited for earlier"
     forward = behind(recorder.events)
     recorder.events.clear()
     made.sum().backward()

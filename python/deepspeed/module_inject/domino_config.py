@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional as F
 
 
-
 class ModelType(enum.Enum):
     encoder_or_decoder = 1
     encoder_and_decoder = 2

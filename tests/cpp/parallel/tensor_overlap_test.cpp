@@ -152,6 +152,26 @@ TEST(TensorOverlap, EachSumRunsWhileTheOtherHalfIsComputed) {
   });
 }
 
+TEST(TensorOverlap, AGradientIsWaitedForBehindTheWorkSinceItsPlace) {
+  const auto between = comm::thread_communicators(2);
+  on_threads(2, [&](int rank) {
+    Events events;
+    const TensorExchange exchange(std::make_shared<Recorded>(between[rank], events), false);
+    const auto seen = [&](const char* name, const at::Tensor& x) {
+      return with_gradient("SeenBackward", x, alias_of(x), [&events, name](const at::Tensor& grad) {
+        events.emplace_back(name);
+        return grad;
+      });
+    };
+    const at::Tensor x = leaf(values({kRows}, 0.3)), earlier = seen("earlier", x);
+    const uint64_t place = place_now();
+    const at::Tensor since = seen("since", x), own = seen("own", exchange.copy_in_beside(x, place));
+    (earlier + since + own).sum().backward();
+    EXPECT_EQ(events, (Events{"own", "begin 0", "since", "end 0", "earlier"}));
+    EXPECT_TRUE(at::equal(x.grad(), at::full({kRows}, 4.0, at::kDouble)));
+  });
+}
+
 TEST(TensorOverlap, ThePartMayChangeAndTheSumIsTakenOnce) {
   const auto between = comm::thread_communicators(2);
   on_threads(2, [&](int rank) {
