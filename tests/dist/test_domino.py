@@ -15,6 +15,7 @@ from deepspeed.utils.random_state import get_cuda_rng_tracker
 from domino_models import TOKENS, Case, config_of, plain, whole_of
 from harness import on_ranks, run_ranks
 from mpu import Mpu, two_by_two
+from plan_calls import calls_of, calls_while, planned_calls
 from refusals import refused
 from runs import engine_of, moments, settings, take_step, together
 from sampling import every_case
@@ -456,3 +457,20 @@ def test_what_is_not_supported_is_named_with_its_fix():
     refused(ValueError, "attention_mask has the type torch.float32", model, x, torch.zeros(2, 1, TOKENS, TOKENS))
     refused(ValueError, r"shape \[3, 1, 5, 5\].*\[2 or 1, 1, ", model, x, torch.zeros(3, 1, TOKENS, TOKENS).bool())
     refused(ValueError, "rotary_pos_emb needs apply_rotary_pos_emb", model, x, None, torch.zeros(TOKENS, 1, 1, 4))
+
+
+def planned_model():
+    return DominoTransformer(config_of(), mpu_of_all(), None, ModelType.encoder_or_decoder), mpu_of_all()
+
+
+@on_ranks(2, init=True)
+def test_a_plan_has_the_calls_of_a_run(rank, world):
+    sample = (torch.ones(TOKENS, 4, 20), None)
+    model, mpu = planned_model()
+    engine = engine_of(model, settings(1, 4), mpu=mpu)
+    step = lambda: take_step(engine, engine(*sample).sum())  # noqa: E731
+    step()
+    ran = calls_of(calls_while(step))
+    assert ran["all_reduce"][0] >= 16, "two sums of each half, layer and direction"
+    engine.destroy()
+    assert planned_calls(deepspeed.plan(planned_model, settings(1, 4), world, sample=sample, ranks=[rank])) == ran
