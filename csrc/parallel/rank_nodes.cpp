@@ -62,7 +62,7 @@ at::Tensor own_part(const comm::CommunicatorPtr& ranks, const at::Tensor& whole,
 
 at::Tensor sum_over(const comm::CommunicatorPtr& ranks, const at::Tensor& tensor) {
   const BelowAutograd below_autograd;
-  const at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
+  at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
   run_now(ranks, {Verb::kAllReduce, {}, sum});
   return sum;
 }

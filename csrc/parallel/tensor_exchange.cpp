@@ -129,6 +129,7 @@ at::Tensor gather_widths(const comm::CommunicatorPtr& ranks, const at::Tensor& p
     op.wait = comm::Wait::kAtOnce;
     ranks->run(op)->wait();
     std::vector<at::Tensor> parts;
+    parts.reserve(widths.size());
     for (int rank = 0; rank < ranks->size(); ++rank)
       parts.push_back(all.select(0, rank).narrow(dim, 0, widths[static_cast<size_t>(rank)]));
     joined = at::cat(parts, dim);

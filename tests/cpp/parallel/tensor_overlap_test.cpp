@@ -24,7 +24,7 @@ using Events = std::vector<std::string>;
 
 constexpr int64_t kRows = 3, kWidth = 4, kInside = 24;
 
-at::Tensor values(std::vector<int64_t> sizes, double phase) {
+at::Tensor values(const std::vector<int64_t>& sizes, double phase) {
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
   return (at::arange(numel, at::kDouble) * 1.7 + phase).sin().view(sizes);
