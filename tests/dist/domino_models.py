@@ -50,7 +50,7 @@ class Case:
             fp32_residual_connection=pick(False, True),
         )
         vars(self.config).update(more)
-        self.samples = pick(1, 2, 3, 4)
+        self.samples, self.rough = pick(1, 2, 3, 4), True
         self.mask_type = pick(AttnMaskType.causal, AttnMaskType.causal, AttnMaskType.padding)
         self.rotary, self.masked, self.post_layer_norm = (
             pick(False, True),
@@ -75,7 +75,8 @@ class Case:
             self.config, mpu, turned if self.rotary else None, ModelType.encoder_or_decoder,
             self_attn_mask_type=self.mask_type, post_layer_norm=self.post_layer_norm,
         )  # fmt: skip
-        roughen(made)
+        if self.rough:
+            roughen(made)
         return made
 
 

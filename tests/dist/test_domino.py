@@ -1,5 +1,6 @@
 """Domino: Megatron's transformer cut over ranks, whose sums run while the other half of the batch is computed."""
 
+import contextlib
 import re
 import types
 
@@ -317,10 +318,10 @@ class Model(torch.nn.Module):
         return torch.nn.functional.mse_loss(self.behind(made), y)
 
 
-def case_of_training():
+def case_of_training(rough=True):
     case = Case(0, 2, num_layers=2, fp32_residual_connection=False, num_query_groups=2, gated_linear_unit=True)
     case.mask, case.mask_type, case.rotary = None, AttnMaskType.causal, True  # else keys' biases have no gradient
-    case.angles = torch.arange(TOKENS * 4.0).view(TOKENS, 1, 1, 4)
+    case.angles, case.rough = torch.arange(TOKENS * 4.0).view(TOKENS, 1, 1, 4), rough
     return case
 
 
@@ -330,9 +331,9 @@ def data_of(step, copies=1, copy=0):
     return x.chunk(copies, 1)[copy], y.chunk(copies, 1)[copy]
 
 
-def plain_losses(steps):
+def plain_losses(steps, rough=True):
     """The losses of one process in fp64, and its whole parameters afterwards."""
-    case = case_of_training()
+    case = case_of_training(rough)
     model = Model(case, None).double()
     case.angles = None if case.angles is None else case.angles.double()
     whole, optimizer = dict(model.named_parameters()), torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
@@ -348,11 +349,14 @@ def plain_losses(steps):
     return losses, whole
 
 
-def engine_with(tp, world, rank, stage, **more):
+def engine_with(tp, world, rank, stage, in_init=False, **more):
     mpu = two_by_two(rank) if (tp, world) == (2, 4) else mpu_of_all() if tp == world else Mpu(dist.get_world_group())
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
     config = settings(stage, 4 * tp // world, optimizer=optimizer, gradient_clipping=0.5, **more)
-    return engine_of(Model(case_of_training(), mpu), config, mpu=mpu)
+    init = deepspeed.zero.Init(config_dict_or_path=config, mpu=mpu) if in_init else contextlib.nullcontext()
+    with init:
+        model = Model(case_of_training(not in_init), mpu)
+    return engine_of(model, config, mpu=mpu)
 
 
 def losses_of(engine, steps):
@@ -370,11 +374,13 @@ def states(engine):
     return {name: [join(name, one).clone() for one in kinds] for name, kinds in moments(engine).items()}
 
 
-@pytest.mark.parametrize("world, stage", [(2, 0), (2, 1), (4, 1), (2, 3)])
+@pytest.mark.parametrize(
+    "world, stage, in_init", [(2, 0, False), (2, 1, False), (4, 1, False), (4, 3, False), (4, 3, True)]
+)
 @on_ranks(init=True)
-def test_engines_train_as_one_plain_process(rank, world, stage):
-    engine = engine_with(2, world, rank, stage)
-    losses, (expected, whole) = losses_of(engine, range(5)), plain_losses(5)
+def test_engines_train_as_one_plain_process(rank, world, stage, in_init):
+    engine = engine_with(2, world, rank, stage, in_init)
+    losses, (expected, whole) = losses_of(engine, range(5)), plain_losses(5, not in_init)
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, kinds in states(engine).items():
         assert relative(kinds[0], whole[name]) < 1e-5, name
