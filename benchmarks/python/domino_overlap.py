@@ -4,9 +4,9 @@
 
 A Megatron transformer, cut over the ranks (one thread each), computes forward and backward over gloo. Each all-reduce
 ends no earlier than ``delay`` after its start: ``--share`` times the mean forward time of an attention and of a unit on
-half a batch, which is measured first. The exposed share is the part of these delays for which rank 0 waits, while it
-has nothing to compute. Beside it stands (time with the delays - time without them) / delays, which a busy machine
-disturbs. Both are given as the quartiles over the rounds.
+half a batch, which each round measures anew. The exposed share is the part of these delays for which rank 0 waits,
+while it has nothing to compute. Beside it stands (time with the delays - time without them) / delays, which a busy
+machine disturbs. Both are given as the quartiles over the rounds.
 
 ``inter`` and ``intra``: ``DominoTransformer``, with overlap across layers or within them; ``overlap``: ordinary cut
 layers with ``tp_overlap_comm``, undivided; ``plain``: these without it.
@@ -32,9 +32,7 @@ def parse_arguments():
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument(
-        "--inner", type=int, default=2048, help="channels of the unit"
-    )
+    parser.add_argument("--inner", type=int, default=2048, help="channels of the unit")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.8, help="of the forward time of a half, that a call takes")
@@ -88,31 +86,44 @@ def ordinary(torch, args, group, overlap):
     return run
 
 
-def median_time(call, rounds):
-    found = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+class Clock:
+    """The mean time of the forward of ``modules`` since the last ``take()``."""
+
+    def __init__(self, modules):
+        self.seconds, self.calls = 0.0, 0
+        for module in modules:
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end)
+
+    def _begin(self, *_):
+        self.seconds -= time.perf_counter()
+
+    def _end(self, *_):
+        self.seconds += time.perf_counter()
+        self.calls += 1
+
+    def take(self):
+        mean = self.seconds / self.calls
+        self.seconds, self.calls = 0.0, 0
+        return mean
 
 
-def shares(rows, delay):
+def shares(rows):
     """The exposed share of forward, of backward and of both: ``[lowest quartile, median, highest quartile]``."""
     parts = {"forward": slice(0, 1), "backward": slice(1, 2), "both": slice(0, 2)}
     return {
         kind: statistics.quantiles(
-            [sum(one[1] for one in row[delay][part]) / sum(one[2] for one in row[delay][part]) / delay for row in rows]
+            sum(one[1] for one in late[part]) / sum(one[2] for one in late[part]) / delay for delay, late, _ in rows
         )
         for kind, part in parts.items()
     }
 
 
-def longer(rows, delay):
+def longer(rows):
     """The same of both, by the time of rounds with and without delay."""
     return statistics.quantiles(
-        sum(late[0] - quick[0] for late, quick in zip(row[delay], row[0.0])) / sum(one[2] for one in row[delay]) / delay
-        for row in rows
+        sum(one[0] - other[0] for one, other in zip(late, quick)) / sum(one[2] for one in late) / delay
+        for delay, late, quick in rows
     )
 
 
@@ -140,16 +151,12 @@ def work(args):
         "overlap": ordinary(torch, args, group, True),
         "plain": ordinary(torch, args, group, False),
     }
-    x, layer = torch.randn(args.tokens, args.rows, args.hidden, requires_grad=True), transformer.layers[0]
-    half, grad = x[:, : args.rows // 2].detach().clone(), torch.randn(x.shape)
-    dist.barrier()
-    times = {
-        name: median_time(lambda part=part: part(half.requires_grad_()), 20)
-        for name, part in (("attention", layer.self_attention), ("unit", layer.mlp))
+    x = torch.randn(args.tokens, args.rows, args.hidden, requires_grad=True)
+    grad = torch.randn(x.shape)
+    clocks = {
+        "attention": Clock(layer.self_attention for layer in transformer.layers),
+        "unit": Clock(layer.mlp for layer in transformer.layers),
     }
-    delay = torch.tensor(args.share * sum(times.values()) / 2)
-    dist.all_reduce(delay)
-    delay = float(delay) / args.ranks
 
     def run(name, slow):
         """``(seconds, seconds that waited for the link, calls)`` of forward and of backward."""
@@ -164,21 +171,33 @@ def work(args):
             seen.append((time.perf_counter() - begin, link.exposed - exposed, link.calls - calls))
         return seen
 
-    found = {name: [] for name in contenders}
+    def forward_times():
+        """Of an attention and of a unit on half a batch, the mean over the ranks."""
+        for clock in clocks.values():
+            clock.seconds, clock.calls = 0.0, 0
+        run("inter", 0.0)
+        seconds = torch.tensor([clock.take() for clock in clocks.values()])
+        dist.all_reduce(seconds)
+        return (seconds / args.ranks).tolist()
+
+    found, halves = {name: [] for name in contenders}, []
     for name in contenders:
         run(name, 0.0)
     for turn in range(args.rounds):
+        halves.append(forward_times())
+        delay = args.share * sum(halves[-1]) / 2
         for name in contenders:
-            found[name].append({slow: run(name, slow) for slow in ((0.0, delay) if turn % 2 else (delay, 0.0))})
+            row = {slow: run(name, slow) for slow in ((0.0, delay) if turn % 2 else (delay, 0.0))}
+            found[name].append((delay, row[delay], row[0.0]))
     if rank == 0:
         figures = {
-            "exposed_share": {name: shares(rows, delay) for name, rows in found.items()},
-            "longer_share": {name: longer(rows, delay) for name, rows in found.items()},
-            "delay_s": delay,
-            "forward_of_half_s": times,
-            "calls": {name: [one[2] for one in rows[0][delay]] for name, rows in found.items()},
+            "exposed_share": {name: shares(rows) for name, rows in found.items()},
+            "longer_share": {name: longer(rows) for name, rows in found.items()},
+            "forward_of_half_s": dict(zip(clocks, (statistics.quantiles(one) for one in zip(*halves)))),
+            "calls": {name: [one[2] for one in rows[0][1]] for name, rows in found.items()},
             "without_delay_s": {
-                name: statistics.median(sum(one[0] for one in row[0.0]) for row in rows) for name, rows in found.items()
+                name: statistics.median(sum(one[0] for one in quick) for _, _, quick in rows)
+                for name, rows in found.items()
             },
             "setting": {name: getattr(args, name) for name in NAMES},
         }
