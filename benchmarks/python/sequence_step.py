@@ -66,22 +66,28 @@ def model_of(torch, args):
         def forward(self, x):
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
-    class Block(nn.Module):
+    class Attention(nn.Module):
         def __init__(self):
             super().__init__()
-            self.before, self.between = Norm(), Norm()
             widths = (args.heads * size, args.kv_heads * size, args.kv_heads * size)
             self.q, self.k, self.v = (nn.Linear(args.hidden, width, bias=False) for width in widths)
             self.out = nn.Linear(args.heads * size, args.hidden, bias=False)
+
+        def forward(self, h, turns, attend):
+            q, k, v = (one(h).view(*h.shape[:2], -1, size) for one in (self.q, self.k, self.v))
+            context = attend(turned(q, *turns), turned(k, *turns), v)
+            return self.out(context.reshape(*h.shape[:2], -1))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.between, self.attention = Norm(), Norm(), Attention()
             inner = args.hidden * 11 // 4
             self.gate, self.up = (nn.Linear(args.hidden, inner, bias=False) for _ in range(2))
             self.down = nn.Linear(inner, args.hidden, bias=False)
 
         def forward(self, x, turns, attend):
-            h = self.before(x)
-            q, k, v = (one(h).view(*x.shape[:2], -1, size) for one in (self.q, self.k, self.v))
-            context = attend(turned(q, *turns), turned(k, *turns), v)
-            x = x + self.out(context.reshape(*x.shape[:2], -1))
+            x = x + self.attention(self.before(x), turns, attend)
             h = self.between(x)
             return x + self.down(functional.silu(self.gate(h)) * self.up(h))
 

@@ -6,9 +6,10 @@ The causal language model of sequence_step.py takes training steps, forward, bac
 turns, in blocks:
 
 ``plain``: one process with a thread for each rank, torch alone; ``ours``: an engine with
-``tensor_parallel.autotp_size``, one thread a rank; ``overlap``: the same with ``tp_overlap_comm``; ``torch``: the model
-by torch's ``parallelize_module`` over gloo, where torch has it; ``floor``: forward, backward and update of the layers
-of one rank, without any exchange: what no rank can go below. Losses are compared before anything is timed.
+``tensor_parallel.autotp_size``, one thread a rank; ``overlap``: the same with ``tp_overlap_comm``; ``words``: with
+``vocab_parallel_lm_head``; ``parts``: with that and ``split_sequence``; ``torch``: the model by torch's ``parallelize_module`` over gloo, where torch has it; ``floor``: forward, backward and update of the layers
+of one rank, without any exchange: what no rank can go below. Losses are compared before anything is timed. ``saved_mib``: what
+autograd keeps of a step for backward on rank 0, without parameters.
 """
 
 import argparse
@@ -22,6 +23,15 @@ import sequence_step
 from common import ranks
 
 NAMES = ("ranks", "rows", "tokens", "hidden", "layers", "heads", "kv-heads", "vocabulary", "rounds", "block", "dtype")
+
+
+COLUMNS, ROWS = ("attention.q", "attention.k", "attention.v", "gate", "up"), ("attention.out", "down")
+SECTIONS = {
+    "ours": {},
+    "overlap": {"tp_overlap_comm": True},
+    "words": {"vocab_parallel_lm_head": True},
+    "parts": {"vocab_parallel_lm_head": True, "split_sequence": True},
+}
 
 
 def parse_arguments():
@@ -52,6 +62,12 @@ def model_of(torch, args):
             super().__init__()
             self.inner = inner
 
+        def get_output_embeddings(self):
+            return self.inner.head
+
+        def get_input_embeddings(self):
+            return self.inner.words
+
         @property
         def dummy_inputs(self):
             return {"tokens": torch.zeros(2, 6, dtype=torch.long)}
@@ -74,8 +90,8 @@ def by_torch(torch, args):
     except (ImportError, AttributeError):
         return None
     model, mesh = model_of(torch, args), torch.distributed.init_device_mesh("cpu", (args.ranks,))
-    styles = {name: column() for name in ("q", "k", "v", "gate", "up")}
-    styles.update({name: row() for name in ("out", "down")})
+    styles = {name: column() for name in COLUMNS}
+    styles.update({name: row() for name in ROWS})
     for block in model.inner.blocks:
         parallel.parallelize_module(block, mesh, styles)
     return model
@@ -106,13 +122,13 @@ def step_of(model, optimizer, tokens):
     return loss
 
 
-def engine_step(deepspeed, model, args, overlap):
+def engine_step(deepspeed, model, args, **section):
     config = {
         "train_micro_batch_size_per_gpu": args.rows,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 1e-2}},
         "gradient_clipping": 0.0,
         "bf16": {"enabled": args.dtype == "bf16"},
-        "tensor_parallel": {"autotp_size": args.ranks, "tp_overlap_comm": overlap},
+        "tensor_parallel": {"autotp_size": args.ranks, **section},
         "steps_per_print": 10**9,
     }
     engine = deepspeed.initialize(model=model, config=config)[0]
@@ -132,14 +148,29 @@ def floor_step(torch, args):
     model, share = model_of(torch, narrow), args.ranks
     linear = torch.nn.Linear
     for block in model.inner.blocks:
-        for name in ("q", "k", "v", "gate", "up"):
-            old = getattr(block, name)
-            setattr(block, name, linear(old.in_features, old.out_features // share, bias=False))
-        for name in ("out", "down"):
-            old = getattr(block, name)
-            setattr(block, name, linear(old.in_features // share, old.out_features, bias=False))
+        for name in (*COLUMNS, *ROWS):
+            old = block.get_submodule(name)
+            inside, outside = (share, 1) if name in ROWS else (1, share)
+            owner, _, last = name.rpartition(".")
+            made = linear(old.in_features // inside, old.out_features // outside, bias=False)
+            setattr(block.get_submodule(owner), last, made)
     optimizer = adamw(torch, model)
     return lambda tokens: step_of(model, optimizer, tokens)
+
+
+def saved_bytes(torch, call):
+    """Bytes of the tensors that autograd saves during ``call``, each memory once, without leaves."""
+    held = {}
+
+    def pack(tensor):
+        if not tensor.is_leaf or not tensor.requires_grad:
+            memory = tensor.storage() if not hasattr(tensor, "untyped_storage") else tensor.untyped_storage()
+            held.setdefault(memory.data_ptr(), (tensor, memory.nbytes()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return sum(size for _, size in held.values())
 
 
 def work(args):
@@ -153,8 +184,8 @@ def work(args):
     deepspeed.init_distributed(dist_backend="gloo")
     torch.set_num_threads(1)
     contenders = {"plain": Alone(torch, args, rank)}
-    for name, overlap in (("ours", False), ("overlap", True)):
-        contenders[name] = engine_step(deepspeed, model_of(torch, args), args, overlap)
+    for name, section in SECTIONS.items():
+        contenders[name] = engine_step(deepspeed, model_of(torch, args), args, **section)
     torchs = by_torch(torch, args)
     if torchs is not None:
         optimizer = torch.optim.AdamW(torchs.parameters(), lr=1e-4, foreach=False)
@@ -176,7 +207,7 @@ def work(args):
     for name in compared if rank == 0 else ():
         if abs(losses[name][-1] / losses["plain"][-1] - 1) > sequence_step.TOLERANCE[args.dtype]:
             raise SystemExit(f"{name} has the losses {losses[name]}, one process {losses['plain']}")
-    run("floor", 0)
+    saved = {name: saved_bytes(torch, lambda name=name: run(name, 4)) / 2**20 for name in contenders}
     times, order = {name: [] for name in contenders}, list(contenders)
     for turn in range(args.rounds):
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
@@ -193,6 +224,7 @@ def work(args):
             if name not in ("plain", "floor")
         },
     }
+    figures["saved_mib"] = saved
     figures["setting"] = {name: getattr(args, name.replace("-", "_")) for name in NAMES}
     machine.write_json(args.json, "tensor_step", figures, threads_per_rank=1, blas=machine.blas_libraries())
 

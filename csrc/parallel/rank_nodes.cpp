@@ -18,12 +18,6 @@ using comm::Verb;
 using Counts = std::vector<int64_t>;
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-// In the same memory, without a gradient.
-at::Tensor alias_of(const at::Tensor& tensor) {
-  const BelowAutograd below_autograd;
-  return tensor.detach();
-}
-
 void run_now(const comm::CommunicatorPtr& ranks, comm::Op op) {
   op.wait = comm::Wait::kAtOnce;
   ranks->run(op)->wait();
@@ -68,7 +62,7 @@ at::Tensor own_part(const comm::CommunicatorPtr& ranks, const at::Tensor& whole,
 
 at::Tensor sum_over(const comm::CommunicatorPtr& ranks, const at::Tensor& tensor) {
   const BelowAutograd below_autograd;
-  const at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
+  at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
   run_now(ranks, {Verb::kAllReduce, {}, sum});
   return sum;
 }
@@ -113,6 +107,27 @@ at::Tensor exchange_rows(const comm::CommunicatorPtr& ranks, const at::Tensor& r
 }
 
 // ---- in two calls ---------------------------------------------------------------------------------------------------
+PendingSum::PendingSum(const comm::CommunicatorPtr& ranks, const at::Tensor& part) : sum_(part) {
+  if (ranks->size() == 1) return;
+  at::Tensor sum;
+  {
+    const BelowAutograd below_autograd;
+    sum = part.clone(at::MemoryFormat::Contiguous);
+    comm::Op op{Verb::kAllReduce, {}, sum};
+    op.wait = comm::Wait::kDetached;
+    work_ = ranks->run(op);
+  }
+  sum_ = with_gradient("ReduceOverRanksBackward", part, std::move(sum),
+                       [=](const at::Tensor& grad) { return share(ranks, grad); });
+}
+
+at::Tensor PendingSum::wait() {
+  if (!sum_.defined()) fail(ErrorKind::kRuntime, "wait() of a sum over ranks was called twice: keep what it returned");
+  if (work_) work_->wait();
+  work_.reset();
+  return std::move(sum_);
+}
+
 RowExchange::RowExchange(comm::CommunicatorPtr ranks, Counts given, Counts taken, std::string what, Started started,
                          Waited waited)
     : ranks_(std::move(ranks)),

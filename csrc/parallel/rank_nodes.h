@@ -27,6 +27,17 @@ at::Tensor share(const comm::CommunicatorPtr& ranks, const at::Tensor& tensor);
 at::Tensor exchange_rows(const comm::CommunicatorPtr& ranks, const at::Tensor& rows, const std::vector<int64_t>& given,
                          const std::vector<int64_t>& taken);
 
+// reduce() in two calls, with other work between them: it starts when it is made. `part` may change afterwards.
+class PendingSum {
+ public:
+  PendingSum(const comm::CommunicatorPtr& ranks, const at::Tensor& part);
+  at::Tensor wait();  // the sum, once
+
+ private:
+  at::Tensor sum_;  // to be read when work_ has ended
+  comm::WorkPtr work_;
+};
+
 // One exchange of rows in two calls, with other work between them. Backward makes the way back in two calls, too: that
 // of wait() starts it, that of start() waits for it.
 class RowExchange : public std::enable_shared_from_this<RowExchange> {

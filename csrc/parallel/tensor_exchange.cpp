@@ -85,6 +85,7 @@ at::Tensor joined(const comm::CommunicatorPtr& ranks, const at::Tensor& part, in
   op.wait = comm::Wait::kAtOnce;
   ranks->run(op)->wait();
   std::vector<at::Tensor> parts;
+  parts.reserve(widths.size());
   for (int rank = 0; rank < ranks->size(); ++rank)
     parts.push_back(all.select(0, rank).narrow(dim, 0, widths[static_cast<size_t>(rank)]));
   return at::cat(parts, dim);
@@ -123,6 +124,22 @@ at::Tensor TensorExchange::sum_out(const at::Tensor& part) {
 at::Tensor TensorExchange::scatter_out(const at::Tensor& part, int64_t dim, const Widths& widths) {
   copied_.became = gathered_.became = at::Tensor();
   return reduce_and_split(ranks_, part, dim, widths);
+}
+
+at::Tensor TensorExchange::copy_in_beside(const at::Tensor& input, uint64_t place) const {
+  if (ranks_->size() == 1) return input;
+  const auto sum = std::make_shared<c10::optional<PendingSum>>();  // of the gradient, between the two nodes
+  const auto arrived = [sum](const at::Tensor&) {
+    PendingSum pending = std::move(**sum);
+    sum->reset();
+    return pending.wait();
+  };
+  const auto sent = [sum, ranks = ranks_](const at::Tensor& grad) {
+    sum->emplace(ranks, grad);
+    return grad;
+  };
+  const at::Tensor waits = with_gradient("GradientArrivedBackward", input, alias_of(input), arrived, place);
+  return with_gradient("GradientSentBackward", waits, alias_of(waits), sent);
 }
 
 at::Tensor TensorExchange::linear(const at::Tensor& input, const at::Tensor& weight,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "parallel/rank_nodes.h"
 
 namespace ds::parallel {
 
@@ -20,6 +21,11 @@ class TensorExchange {
   at::Tensor copy_in(const at::Tensor& input);
   // The sum over the ranks of `part`; its gradient is that of each part.
   at::Tensor sum_out(const at::Tensor& part);
+  // sum_out() that runs beside what is computed until its wait().
+  PendingSum start_sum(const at::Tensor& part) const { return {ranks_, part}; }
+  // `input` for one layer alone. In backward the sum of its gradient runs beside the backward of what this thread has
+  // computed since `place` (place_now(), gradient_node.h), as far as that does not depend on it.
+  at::Tensor copy_in_beside(const at::Tensor& input, uint64_t place) const;
   // input * weight^T + bias of a layer that is cut along its outputs. With `overlap`, and where input and weight have
   // one type, each layer has an all-reduce of its own in backward.
   at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const c10::optional<at::Tensor>& bias);

@@ -4,6 +4,10 @@ with LateLink() as link:                    # around the making of an engine ove
     engine = deepspeed.initialize(...)[0]
 link.late = True                            # the next message that this rank receives takes DELAY longer
 
+with SlowLink() as link:                    # around the first use of a group of layers that are cut over ranks
+    ...
+link.delay = 0.01                           # each all-reduce ends no earlier than that after its start
+
 LD_PRELOAD=build_late_reads(folder)         # of a process from its start
 LateReads().late = 1                        # the next read of a file takes DELAY longer
 """
@@ -13,6 +17,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import threading
 import time
 from datetime import timedelta
 from unittest import mock
@@ -50,9 +55,13 @@ class _LateWork(dist._Work):
         super().__init__()
         self.inner = inner
 
+    def left(self):
+        """Seconds that it still takes when ``inner`` is over."""
+        return DELAY
+
     def wait(self, timeout=timedelta(0)):
         done = self.inner.wait()
-        time.sleep(DELAY)
+        time.sleep(self.left())
         return done
 
     def is_completed(self):
@@ -82,10 +91,39 @@ class _Group(dist.ProcessGroup):
         return self._works[-1]
 
 
+class _SlowWork(_LateWork):
+    """Is over ``link.delay`` seconds after the last rank has come, also if nobody waits."""
+
+    def __init__(self, inner, link):
+        super().__init__(inner)
+        self.link, self.ends = link, None
+        self._thread = threading.Thread(target=self._meet)
+        self._thread.start()
+
+    def _meet(self):
+        self.inner.wait()
+        self.ends = time.perf_counter() + self.link.delay
+
+    def left(self):
+        self._thread.join()
+        left = max(0.0, self.ends - time.perf_counter())
+        self.link.exposed += left
+        return left
+
+
+class _SlowGroup(_Group):
+    """torch's group over a link that is slow."""
+
+    def allreduce(self, *given):
+        self.link.calls += 1
+        self._works = [_SlowWork(self.inner.allreduce(*given), self.link), *self._works[:8]]
+        return self._works[0]
+
+
 class LateLink:
     """A context. Communicators that are opened in it send messages, also on one host, and have the link."""
 
-    late = False
+    late, kind = False, _Group
     _by_messages = {"DS_SHM_COLLECTIVES": "0", "DS_PEER_MEMORY": "0"}
 
     def __init__(self):
@@ -94,7 +132,7 @@ class LateLink:
         self._patches = contextlib.ExitStack()
 
     def _made(self, *given):
-        self._groups.append(_Group(self._open(*given), self))
+        self._groups.append(self.kind(self._open(*given), self))
         return self._groups[-1]
 
     def __enter__(self):
@@ -104,6 +142,13 @@ class LateLink:
 
     def __exit__(self, *_):
         self._patches.close()
+
+
+class SlowLink(LateLink):
+    """The same, with a link that is slow. ``delay``: seconds; as with a real link, what a rank computes meanwhile costs
+    nothing more. ``calls``: all-reduces so far; ``exposed``: seconds for which this rank has waited for the delay."""
+
+    delay, calls, exposed, kind = 0.0, 0, 0.0, _SlowGroup
 
 
 def build_late_reads(folder):

@@ -29,7 +29,7 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def config_of(stage, optimizer, tensor=1):
+def config_of(stage, optimizer, tensor=1, split=()):
     """The configuration that users write: every number that the trainer knows is a blank."""
     names = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"]
     zero = {"stage": stage, "reduce_bucket_size": "auto"}
@@ -38,21 +38,22 @@ def config_of(stage, optimizer, tensor=1):
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     found = {**dict.fromkeys(names, "auto"), "zero_optimization": zero, "bf16": {"enabled": "auto"}}
     if tensor > 1:
-        found["tensor_parallel"] = {"autotp_size": tensor}
+        found["tensor_parallel"] = {"autotp_size": tensor, **dict(split)}
     if optimizer:
         blanks = dict.fromkeys(["lr", "betas", "eps", "weight_decay"], "auto")
         found["optimizer"] = {"type": "AdamW", "params": blanks}
     return found
 
 
-def train(rank, world, folder, stage, optimizer, lora, tensor=1):
+def train(rank, world, folder, stage, optimizer, lora, tensor=1, split=()):
     more = {}
     if stage is not None:
         from accelerate import PartialState
 
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")  # what accelerate would choose on a GPU; without one it has to be told
-        more = {"deepspeed": config_of(stage, optimizer, tensor), "accelerator_config": {"use_configured_state": True}}
+        more = {"deepspeed": config_of(stage, optimizer, tensor, split)}
+        more["accelerator_config"] = {"use_configured_state": True}
     arguments = transformers.TrainingArguments(
         output_dir=os.path.join(folder, "out"), per_device_train_batch_size=4 * tensor // world, gradient_accumulation_steps=2,
         max_steps=STEPS, learning_rate=1e-2, max_grad_norm=0.5, logging_steps=1, save_strategy="no", report_to=[],
@@ -102,9 +103,12 @@ def test_trainer(model_folder, plain, stage, optimizer):
     assert loaded.lm_head.weight.shape == (64, 32)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_trainer_whose_ranks_share_layers(model_folder, plain, stage):
-    got = run_ranks(2, train, model_folder, stage, True, False, 2, fresh=True, timeout=120)
+ALL = {"vocab_parallel_lm_head": True, "split_sequence": True}
+
+
+@pytest.mark.parametrize("stage, split", [(0, {}), (1, {}), (1, ALL)])
+def test_trainer_whose_ranks_share_layers(model_folder, plain, stage, split):
+    got = run_ranks(2, train, model_folder, stage, True, False, 2, split, fresh=True, timeout=120)
     assert got[0] == got[1] and got[0] == pytest.approx(plain(False), abs=1e-5)
     saved, wanted = (
         transformers.AutoModelForCausalLM.from_pretrained(os.path.join(model_folder, f"saved{one}")).state_dict()

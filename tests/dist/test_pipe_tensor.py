@@ -1,5 +1,6 @@
 """Pipelines whose layers are cut automatically (``tensor_parallel.autotp_size``): pp x tp x dp against one process."""
 
+import functools
 import types
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import deepspeed
 import pipe_models as models
 import tensor_models as look_alikes
 from deepspeed import comm as dist
@@ -18,6 +20,7 @@ from deepspeed.utils.param_cut import cut_of
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import on_ranks, run_ranks
 from models import seeded
+from plan_calls import calls_of, calls_while, planned_calls
 from refusals import refused
 from runs import engine_of, together
 
@@ -188,3 +191,24 @@ def test_any_shape_reads_it(stage, tmp_path):
     for shape in ((2, 2, 1), (1, 1, 1)):
         found = run_ranks(shape[0] * shape[1], load, str(tmp_path), 1, shape, "universal", init=True)
         assert found[0] == pytest.approx(expected, rel=1e-4), shape
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+def module_of(pp, tp):
+    return PipelineModule(
+        specs(False), topology=PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=1), loss_fn=loss_of,
+        partition_method="type:Block",
+    )  # fmt: skip
+
+
+@on_ranks(4, init=True)
+def test_a_plan_has_the_calls_of_a_run(rank, world):
+    engine = make(0, False, 2, 2, 1)
+    trained(engine, 1)
+    ran = calls_of(calls_while(lambda: trained(engine, 1)))
+    engine.destroy()
+    config = models.config_of(MICROS, 0, gradient_clipping=0.5, tensor_parallel={"autotp_size": 2})
+    tokens = look_alikes.tokens_of()
+    plan = deepspeed.plan(functools.partial(module_of, 2, 2), config, world, sample=(tokens, tokens), ranks=[rank])
+    planned = {verb: figures for verb, figures in planned_calls(plan, rank).items() if verb not in ("send", "recv")}
+    assert planned["all_reduce"][0] >= 4 * MICROS and planned == {verb: ran[verb] for verb in planned}

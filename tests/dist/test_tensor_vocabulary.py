@@ -136,6 +136,8 @@ def test_layers_by_themselves(rank, world):
     ):
         assert torch.allclose(own.grad, whole.grad[mine], atol=1e-6)
     assert torch.allclose(logits.float().sum(), wanted.sum(), atol=1e-4)
+    evaluated = own_head.eval()(own_embedding(words))
+    assert type(evaluated) is torch.Tensor and torch.allclose(evaluated, wanted, atol=1e-5)
     with pytest.raises(IndexError, match="word 11 is not one of the 11 words"):
         own_embedding(torch.tensor([WORDS]))
     with pytest.raises(ValueError, match="target 11 is not one of the 11 words"):

@@ -106,7 +106,7 @@ JOINED_NAMES = {
         "f\"{('zero_pp_rank_0_' if zero_stage == 3 else '')}mp_rank_00_model_states.pt\"": _NUMBERED,
         "str(tag)": "the caller's, or checked by path_below", "glob_pattern": _CALLER,
     },
-    "utils/zero_to_fp32.py": {"f'layer_{layer:02d}-model_states.pt'": _NUMBERED},
+    "utils/zero_to_fp32.py": {"f'layer_{layer:02d}{end}'": _NUMBERED},
     "zero/optimizers/sliced_optimizer.py": {"f'{key}.pt'": _CALLER},
 }  # fmt: skip
 JOINED_NAMES_CPP = {

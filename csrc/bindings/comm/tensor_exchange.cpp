@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
+#include "parallel/gradient_node.h"
 
 namespace py = pybind11;
 
@@ -24,7 +25,11 @@ DS_BINDINGS(m) {
       .def("gather_in", &TensorExchange::gather_in, "part"_a, "dim"_a, "widths"_a, Unlocked())
       .def("scatter_out", &TensorExchange::scatter_out, "part"_a, "dim"_a, "widths"_a, Unlocked())
       .def("__deepcopy__", [](const std::shared_ptr<TensorExchange>& self, const py::dict&) { return self; })
+      .def("start_sum", &TensorExchange::start_sum, "part"_a, Unlocked())
+      .def("copy_in_beside", &TensorExchange::copy_in_beside, "input"_a, "place"_a, Unlocked())
+      .def_static("place_now", &parallel::place_now)
       .def("linear", &TensorExchange::linear, "input"_a, "weight"_a, "bias"_a = py::none(), Unlocked());
+  py::class_<parallel::PendingSum>(m, "PendingSum").def("wait", &parallel::PendingSum::wait, Unlocked());
   m.def("gather_widths", &parallel::gather_widths, "ranks"_a, "part"_a, "dim"_a, "widths"_a, Unlocked());
   m.def("split_widths", &parallel::split_widths, "ranks"_a, "whole"_a, "dim"_a, "widths"_a, Unlocked());
   m.def("sum_gradients", &parallel::sum_gradients, "param"_a, "ranks"_a, Unlocked());

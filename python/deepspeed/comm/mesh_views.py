@@ -205,11 +205,16 @@ class EngineMesh:
         return "" if self.mp_rank == 0 or split else "tp"
 
 
+def tensor_ranks_of(mpu):
+    """``(group, size, rank)`` of the ranks that share layers, as ``mpu`` knows them; the group of one rank is None."""
+    size = ask_mpu(mpu, "world_size") or 1
+    return ask_mpu(mpu, "group") if size > 1 else None, size, ask_mpu(mpu, "rank") or 0
+
+
 def _along_mpu(mpu, name):
     """``(group, size, rank)`` of ``mpu`` by the names that they have in ``EngineMesh``."""
     if name == "mp":
-        size = ask_mpu(mpu, "world_size") or 1
-        return ask_mpu(mpu, "group") if size > 1 else None, size, ask_mpu(mpu, "rank") or 0
+        return tensor_ranks_of(mpu)
     shares = (sequence_ranks(mpu) or 1) > 1
     if name == "sp":
         return _ask_all(mpu, "sequence") if shares else (None, 1, 0)

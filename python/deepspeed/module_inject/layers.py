@@ -322,17 +322,22 @@ class Yuan_LinearAllreduce(LinearAllreduce):
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 class VocabParallelLinear(LinearLayer):
-    """A head of which each rank has some words. It gives ``VocabLogits``, of which ``torch.nn.functional.cross_entropy``
-    is computed without the logits of all words. ``overwrite``: backward writes their gradient over the logits."""
+    """A head of which each rank has some words. In training it gives ``VocabLogits``, of which
+    ``torch.nn.functional.cross_entropy`` is computed without the logits of all words; in evaluation it gives all, which
+    metrics and samplers read. ``overwrite``: backward writes the gradient over the logits."""
 
     def __init__(self, module, mp_group=None, overwrite=False, **kwargs):
         super().__init__(module, mp_group, **kwargs)
         self.words, self.overwrite = _words_of(self.cut, mp_group, self.tp_index), overwrite
 
     def forward(self, input):
-        """input: (..., features); result: (..., this rank's words)."""
+        """input: (..., features); result: (..., this rank's words), in evaluation all of them."""
         made = super().forward(input)
-        return made if self.gather_output else VocabLogits.of(made, self.words, self.cut, self.overwrite)
+        if self.gather_output:
+            return made
+        if not self.training:
+            return join_over(self.mp_group, self.cut, made, -1)
+        return VocabLogits.of(made, self.words, self.cut, self.overwrite)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -107,7 +107,7 @@ class _Scope:
     """``forward`` of a module with cut layers inside that reads the tokens of all ranks."""
 
     def __init__(self, module, split):
-        self.forward, self.split = module.forward, split
+        self.forward, self.module, self.split = module.forward, module, split
 
     def __call__(self, *args, **kwargs):
         args, kwargs = _with_stream(args, kwargs, self._whole)
@@ -121,7 +121,7 @@ class _Whole(_Scope):
     """``forward`` of a module whose layers are whole: every rank runs it on the tokens of all."""
 
     def __call__(self, *args, **kwargs):
-        split, module = self.split, self.forward.__self__
+        split, module = self.split, self.module
         if split.widths is None:
             return self.forward(*args, **kwargs)
         split.own.end(module, None)
