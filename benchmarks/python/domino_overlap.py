@@ -172,7 +172,7 @@ def work(args):
         return seen
 
     def forward_times():
-        """Of an attention and of a unit on half a batch, the mean over the ranks."""
+        """Forward times of an attention and of a unit on half a batch, the mean over the ranks."""
         for clock in clocks.values():
             clock.seconds, clock.calls = 0.0, 0
         run("inter", 0.0)
