@@ -7,8 +7,9 @@ turns, in blocks:
 
 ``plain``: one process with a thread for each rank, torch alone; ``ours``: an engine with
 ``tensor_parallel.autotp_size``, one thread a rank; ``overlap``: the same with ``tp_overlap_comm``; ``words``: with
-``vocab_parallel_lm_head``; ``parts``: with that and ``split_sequence``; ``torch``: the model by torch's ``parallelize_module`` over gloo, where torch has it; ``floor``: forward, backward and update of the layers
-of one rank, without any exchange: what no rank can go below. Losses are compared before anything is timed. ``saved_mib``: what
+``vocab_parallel_lm_head``; ``parts``: with that and ``split_sequence``; ``torch``: the model by torch's
+``parallelize_module`` over gloo, where torch has it; ``floor``: forward, backward and update of the layers of one rank,
+without any exchange: what no rank can go below. Losses are compared before anything is timed. ``saved_mib``: what
 autograd keeps of a step for backward on rank 0, without parameters.
 """
 

@@ -55,7 +55,8 @@ def train(rank, world, folder, stage, optimizer, lora, tensor=1, split=()):
         more = {"deepspeed": config_of(stage, optimizer, tensor, split)}
         more["accelerator_config"] = {"use_configured_state": True}
     arguments = transformers.TrainingArguments(
-        output_dir=os.path.join(folder, "out"), per_device_train_batch_size=4 * tensor // world, gradient_accumulation_steps=2,
+        output_dir=os.path.join(folder, "out"), per_device_train_batch_size=4 * tensor // world,
+        gradient_accumulation_steps=2,
         max_steps=STEPS, learning_rate=1e-2, max_grad_norm=0.5, logging_steps=1, save_strategy="no", report_to=[],
         seed=11, use_cpu=stage is None, disable_tqdm=True, **more,
     )  # fmt: skip

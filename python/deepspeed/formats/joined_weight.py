@@ -38,8 +38,8 @@ def join_weights(found, tables, folder):
             dim, runs = tables[name]
             if len(runs) != len(slices):
                 raise ValueError(
-                    f"'{folder}' has '{name}' of {len(slices)} model-parallel ranks, and {len(runs)} have saved it: copy "
-                    "the files of all ranks into it"
+                    f"'{folder}' has '{name}' of {len(slices)} model-parallel ranks, and {len(runs)} have saved it: "
+                    "copy the files of all ranks into it"
                 )
             made[id(slices[0])] = JoinedWeight(slices, dim, runs)
         whole.setdefault(name, made.get(id(weight), weight))

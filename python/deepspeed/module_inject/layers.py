@@ -220,8 +220,8 @@ class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
 
 
 class ScatterToTensorParallelRegion:
-    """``ScatterToTensorParallelRegion.apply(mp_group, input)``: this rank's part of the last dimension of ``input``, which
-    all ranks of torch's ``mp_group`` have alike. The gradient is gathered from the ranks."""
+    """``ScatterToTensorParallelRegion.apply(mp_group, input)``: this rank's part of the last dimension of ``input``,
+    which all ranks of torch's ``mp_group`` have alike. The gradient is gathered from the ranks."""
 
     @staticmethod
     def apply(mp_group, input):
@@ -356,8 +356,8 @@ class VocabParallelEmbedding(nn.Module):
         self.train(module.training)
 
     def forward(self, input):
-        """input: (...), numbers of words; result: (..., features). IndexError for a word that there is not; on a GPU its
-        features are zeros."""
+        """input: (...), numbers of words; result: (..., features). IndexError for a word that there is not; on a GPU
+        its features are zeros."""
         return self.own_words.read(input, self._look_up)
 
     def _look_up(self, places):

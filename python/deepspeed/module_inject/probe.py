@@ -37,8 +37,9 @@ def _is_leaf_list(module):
 
 
 class LayerChain(nn.Module):
-    """The layers of a pipeline one behind the other, of which a rank has some. They need no values. ``layers``: ``{name:
-    (module, or None for a function; what is called)}``; ``sample``: inputs of the first one, None: tokens or features."""
+    """The layers of a pipeline one behind the other, of which a rank has some. They need no values. ``layers``:
+    ``{name: (module, or None for a function; what is called)}``; ``sample``: inputs of the first one, None: tokens or
+    features."""
 
     advice = "pass profile_input=, inputs of a micro-batch, to PipelineModule"
 

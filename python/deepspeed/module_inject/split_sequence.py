@@ -1,10 +1,10 @@
 """Between the blocks of a model each rank has a part of every sequence (``tensor_parallel.split_sequence``).
 
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), call it sequence parallelism.
-Norms, dropout and sums of a block then run on 1/ranks of the tokens. Where a block's cut layers begin, the tokens of all
-ranks are gathered; where they end, each rank gets the sums of its tokens. These two send as many bytes as the all-reduce
-that they replace. Parameters of the block that the ranks have alike see the gradients of a rank's tokens, which are
-summed.
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), call it sequence
+parallelism. Norms, dropout and sums of a block then run on 1/ranks of the tokens. Where a block's cut layers begin, the
+tokens of all ranks are gathered; where they end, each rank gets the sums of its tokens. These two send as many bytes as
+the all-reduce that they replace. Parameters of the block that the ranks have alike see the gradients of a rank's
+tokens, which are summed.
 """
 
 import torch
@@ -57,8 +57,8 @@ class SequenceSplit:
         if self.widths is not None and hidden.shape[-2] != self.widths[self.rank]:
             raise RuntimeError(
                 f"{KEY}: block '{name}' got a tensor of shape {list(hidden.shape)}, and this rank has "
-                f"{self.widths[self.rank]} of {sum(self.widths)} tokens of each sequence: the model changes the sequence "
-                "between its blocks, so leave the key out"
+                f"{self.widths[self.rank]} of {sum(self.widths)} tokens of each sequence: the model changes the "
+                "sequence between its blocks, so leave the key out"
             )
 
     def gather(self, part):
@@ -158,8 +158,8 @@ def _with_first(made, change):
 
 # ---- what is changed of a model -------------------------------------------------------------------------------------
 def splits_of(model, blocks, group):
-    """``{name of a block: (SequenceSplit, whether it is the first of its list, whether it is the last)}``. ValueError for
-    a model without lists of blocks, and for a list of which not all blocks are cut."""
+    """``{name of a block: (SequenceSplit, whether it is the first of its list, whether it is the last)}``. ValueError
+    for a model without lists of blocks, and for a list of which not all blocks are cut."""
     found = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         modules = model.get_submodule(parent)
@@ -200,7 +200,8 @@ def split_block(block, name, plan, group, split, first=True, last=True):
 
 
 def check_closed(model, splits):
-    """Lets ``model`` raise RuntimeError where its last block did not run, so that a rank would go on with its tokens."""
+    """Lets ``model`` raise RuntimeError where its last block did not run, so that a rank would go on with its
+    tokens."""
     lists = {id(split): (name, split) for name, (split, _, last) in splits.items() if last}
 
     def check(module, args, made):

@@ -119,8 +119,8 @@ def prove(block, name, plan, ranks, group, training=True, split=False):
         )
         raise PlanError(
             f"tensor parallelism: block '{name}' ({type(block).__name__}) computes something else when it is cut over "
-            f"{ranks} ranks{' and each has a part of every sequence' if split else ''}: {told[0][1]} (rank {told[0][0]} "
-            f"of the group). {'Leave tensor_parallel.split_sequence out' if split else advice}"
+            f"{ranks} ranks{' and each has a part of every sequence' if split else ''}: {told[0][1]} (rank "
+            f"{told[0][0]} of the group). {'Leave tensor_parallel.split_sequence out' if split else advice}"
         )
 
 

@@ -21,17 +21,17 @@ PLAN = "ds_tensor_plan"  # the attribute of a model that is cut
 def cut_over(model, group, settings=None, policy=None, chain=None):
     """Cuts ``model`` in place over torch's ``group``, all of whose ranks call it with the same model; rank 0's weights
     count. ``settings``: the section ``tensor_parallel``. Returns the ``CutPlan``. A model that is cut already stays as
-    it is; ValueError where that was done for another number of ranks. ``chain``: a ``LayerChain`` of the pipeline of which
-    ``model`` has some layers, under the same names. PlanError where a cut would compute something
-    else than the model; then no weight has changed. The ranks draw the same random numbers from now on."""
+    it is; ValueError where that was done for another number of ranks. ``chain``: a ``LayerChain`` of the pipeline of
+    which ``model`` has some layers, under the same names. PlanError where a cut would compute something else than the
+    model; then no weight has changed. The ranks draw the same random numbers from now on."""
     earlier = earlier_plan(model, dist.get_world_size(group), "tensor_parallel.autotp_size")
     if earlier is not None:
         return earlier
     overlap, split = (getattr(settings, key, False) for key in ("tp_overlap_comm", "split_sequence"))
     if overlap and split:
         raise config_error(
-            "tensor_parallel.tp_overlap_comm overlaps all-reduces, and with split_sequence there are none: leave one of "
-            "them out",
+            "tensor_parallel.tp_overlap_comm overlaps all-reduces, and with split_sequence there are none: leave one "
+            "of them out",
             ["tensor_parallel.tp_overlap_comm", "tensor_parallel.split_sequence"],
         )
     grain = 1 if settings is None else settings.tp.tp_grain_size

@@ -1,8 +1,8 @@
 """Logits of the words that a rank has, where ranks share the vocabulary (``tensor_parallel.vocab_parallel_lm_head``).
 
-A model treats them as any tensor. Its loss, ``torch.nn.functional.cross_entropy``, is computed from the ranks' slices, and
-so is the sum of all logits. Functions that treat each logit alone and those that choose tokens give slices, too. Every other function gets the logits
-of all words, for which all ranks of the group have to call it.
+A model treats them as any tensor. Its loss, ``torch.nn.functional.cross_entropy``, is computed from the ranks' slices,
+and so is the sum of all logits. Functions that treat each logit alone and those that choose tokens give slices, too.
+Every other function gets the logits of all words, for which all ranks of the group have to call it.
 """
 
 import torch

@@ -6,8 +6,8 @@ from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, built_on_meta, call_
 
 
 def all_layers(module):
-    """``{name: (module or None, callable)}`` of every layer of the ``PipelineModule``, in order, by the names that their
-    modules have on the rank that owns them. Tied layers and those of specs have no values."""
+    """``{name: (module or None, callable)}`` of every layer of the ``PipelineModule``, in order, by the names that
+    their modules have on the rank that owns them. Tied layers and those of specs have no values."""
     found, tied = {}, {}
     for number, layer in enumerate(module._layer_specs):
         if isinstance(layer, TiedLayerSpec):

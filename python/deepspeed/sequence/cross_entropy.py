@@ -38,8 +38,8 @@ def vocab_parallel_cross_entropy(
     label_smoothing=0.0,
     overwrite_logits=False,
 ):
-    """``torch.nn.functional.cross_entropy`` of logits of which each rank of ``tp_group`` has some words. No rank ever has
-    all of them: the ranks exchange a few numbers for each token (Shoeybi et al., "Megatron-LM", 2019).
+    """``torch.nn.functional.cross_entropy`` of logits of which each rank of ``tp_group`` has some words. No rank ever
+    has all of them: the ranks exchange a few numbers for each token (Shoeybi et al., "Megatron-LM", 2019).
 
     Args:
         vocab_parallel_logits: ``[..., words of this rank]``, any floating-point dtype; the ranks have the words in rank
@@ -105,7 +105,8 @@ class VocabParallelCrossEntropyLoss(torch.nn.Module):
 
 
 class VocabParallelCausalLMLoss:
-    """The ``loss_function`` of a transformers model for causal language modelling whose head gives this rank's words."""
+    """The ``loss_function`` of a transformers model for causal language modelling whose head gives this rank's
+    words."""
 
     def __init__(self, tp_group=None, sp_group=None, vocab_start_index=None, vocab_end_index=None):
         self.given = (tp_group, sp_group, vocab_start_index, vocab_end_index)
@@ -120,8 +121,8 @@ class VocabParallelCausalLMLoss:
         shift_labels=None,
         **kwargs,
     ):
-        """``logits``: ``[batch, sequence, words of this rank]``; ``labels``: ``[batch, sequence]``, which are shifted by
-        one here; ``shift_labels``: labels that are shifted already. ``num_items_in_batch``: divides the sum of the
+        """``logits``: ``[batch, sequence, words of this rank]``; ``labels``: ``[batch, sequence]``, which are shifted
+        by one here; ``shift_labels``: labels that are shifted already. ``num_items_in_batch``: divides the sum of the
         losses; without it the result is the mean over the tokens that count."""
         if shift_labels is None:
             shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

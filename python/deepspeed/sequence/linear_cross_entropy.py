@@ -21,12 +21,13 @@ def vocab_parallel_linear_cross_entropy(
     bias=None,
     block_rows=None,
 ):
-    """``vocab_parallel_cross_entropy(linear(hidden, weight, bias), target)`` whose logits exist for ``block_rows`` rows at
-    a time; backward computes them again.
+    """``vocab_parallel_cross_entropy(linear(hidden, weight, bias), target)`` whose logits exist for ``block_rows`` rows
+    at a time; backward computes them again.
 
     Args:
         hidden: ``[..., features]``, alike on the ranks of ``tp_group``, as is its gradient.
-        weight: ``[words of this rank, features]``, a leaf; backward adds to its ``grad``. bias: ``[words of this rank]``.
+        weight: ``[words of this rank, features]``, a leaf; backward adds to its ``grad``. bias: ``[words of this
+            rank]``.
         target: ``[...]``, numbers of words; those that are ``ignore_index`` do not count.
         block_rows: None: as many as give this rank about as many logits as ``hidden`` has elements.
 
@@ -34,8 +35,8 @@ def vocab_parallel_linear_cross_entropy(
     """
     if hidden.shape[:-1] != target.shape or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} do not fit: they "
-            "are [..., features], [words of this rank, features] and [...]"
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} do not fit: "
+            "they are [..., features], [words of this rank, features] and [...]"
         )
     words = slice_of(weight.t(), tp_group, vocab_start_index, vocab_end_index)
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)

@@ -1,7 +1,8 @@
 """Log-probabilities, entropies and divergences of logits of which each rank has some words of the vocabulary.
 
-Each function takes logits of the shape ``[..., words of this rank]`` and gives fp32 of the shape ``[...]``, alike on every
-rank of ``tp_group`` (None: this job's tensor-parallel group), with gradients. No rank ever has the logits of all words.
+Each function takes logits of the shape ``[..., words of this rank]`` and gives fp32 of the shape ``[...]``, alike on
+every rank of ``tp_group`` (None: this job's tensor-parallel group), with gradients. No rank ever has the logits of all
+words.
 """
 
 from deepspeed._native import _C

@@ -1,4 +1,5 @@
-"""The words of a vocabulary that a rank has where ranks share it, and sums over all words of logits that exist in slices."""
+"""The words of a vocabulary that a rank has where ranks share it, and sums over all words of logits that exist in
+slices."""
 
 import dataclasses
 
@@ -27,8 +28,8 @@ class VocabSlice:
         return mesh_views.tensor_ranks(self.group)
 
     def sums(self, logits, target=None, ignore_index=IGNORED, overwrite=False):
-        """``(normalizers, picked, totals)`` in fp32, each of the shape of ``logits`` without its last dimension, alike on
-        all ranks, with gradients: the logarithm of the sum over all words of ``exp(logit)``, the logit of ``target``
+        """``(normalizers, picked, totals)`` in fp32, each of the shape of ``logits`` without its last dimension, alike
+        on all ranks, with gradients: the logarithm of the sum over all words of ``exp(logit)``, the logit of ``target``
         (zero where it is ``ignore_index``), and the sum of all logits. ``overwrite``: backward writes the gradient over
         the logits."""
         rows, shape = logits.reshape(-1, logits.shape[-1]), logits.shape[:-1]
@@ -46,8 +47,8 @@ def slice_of(logits, tp_group=None, vocab_start_index=None, vocab_end_index=None
     """The ``VocabSlice`` of this rank, whose logits have the shape (..., words of this rank).
 
     ``tp_group``: torch's group of the ranks that share the vocabulary; None: the group that this job has for tensor
-    parallelism. Every rank of it calls this function, since the ranks tell each other how many words they have. ValueError
-    where ``vocab_start_index`` or ``vocab_end_index`` say something else.
+    parallelism. Every rank of it calls this function, since the ranks tell each other how many words they have.
+    ValueError where ``vocab_start_index`` or ``vocab_end_index`` say something else.
     """
     group, width = groups.get_tensor_model_parallel_group() if tp_group is None else tp_group, logits.shape[-1]
     own = torch.tensor([width], device=logits.device)

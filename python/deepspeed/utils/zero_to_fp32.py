@@ -400,8 +400,8 @@ def convert_zero_checkpoint_to_state_dict(
     tag=None,
     exclude_frozen_parameters=False,
 ):
-    """As ``convert_zero_checkpoint_to_fp32_state_dict``, with floating-point weights in ``dtype``, a torch.dtype. Numbers
-    that are not floating point (counters, masks) stay as they are."""
+    """As ``convert_zero_checkpoint_to_fp32_state_dict``, with floating-point weights in ``dtype``, a torch.dtype.
+    Numbers that are not floating point (counters, masks) stay as they are."""
     if not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}: weights are written in a floating-point type such as torch.bfloat16")
     weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters)

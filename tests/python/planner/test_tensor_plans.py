@@ -36,8 +36,8 @@ def test_a_cut_vocabulary_and_split_sequences():
     )
     for found, before in zip(plan.ranks, whole.ranks):
         calls, size = {verb: count for (verb, who), count in found.calls.items() if "tensor" in who}, 2 * 8 * 48 * 4
-        # Each way four cut layers begin or end in two blocks, and the list of blocks begins or ends once. A gather counts
-        # the part of a rank.
+        # Each way four cut layers begin or end in two blocks, and the list of blocks begins or ends once. A gather
+        # counts the part of a rank.
         assert calls["reduce_scatter"] == (8, 8 * size) and calls["all_gather"] == (10, 5 * size)
         words = 48 * 25 * 4 * 2  # of the head and of the embedding that another rank has
         assert abs(before.owners["parameters"] - found.owners["parameters"] - words) <= 1024

@@ -71,8 +71,8 @@ class TensorParallel(Part):
         if isinstance(engine.module, PipelineModule) and self.ranks != size:
             raise config_error(
                 f"tensor_parallel.autotp_size is {size}, and the topology of the PipelineModule has {self.ranks} ranks "
-                "along its axis model: pass PipelineModule(topology=PipeModelDataParallelTopology(num_pp, num_mp, num_dp)) "
-                f"with num_mp={size}",
+                "along its axis model: pass PipelineModule(topology=PipeModelDataParallelTopology(num_pp, num_mp, "
+                f"num_dp)) with num_mp={size}",
                 ["tensor_parallel.autotp_size"],
             )
         others = {
@@ -108,8 +108,8 @@ class TensorParallel(Part):
         """RuntimeError on every rank of a group whose ranks have different batches."""
         if self.parts and kwargs.get("output_hidden_states"):
             raise config_error(
-                "output_hidden_states=True needs whole sequences between blocks, and tensor_parallel.split_sequence gives "
-                "each rank a part of them: leave one of them out",
+                "output_hidden_states=True needs whole sequences between blocks, and tensor_parallel.split_sequence "
+                "gives each rank a part of them: leave one of them out",
                 ["tensor_parallel.split_sequence"],
             )
         if self.ranks == 1 or self.seen >= _CHECKED or not self.engine.training:
