@@ -79,10 +79,10 @@ DS_BINDINGS(m) {
           "ranks", [](const ProcessMesh& mesh, const Axes& axes) { return mesh.sub(axes).ranks; }, "axes"_a)
       .def(
           "communicator",
-          [](ProcessMesh& mesh, const Axes& axes, Purpose purpose) {
-            return mesh.communicator(mesh.sub(axes), purpose);
+          [](ProcessMesh& mesh, const Axes& axes, Purpose purpose, bool in_memory) {
+            return mesh.communicator(mesh.sub(axes), purpose, in_memory);
           },
-          "axes"_a, "purpose"_a)
+          "axes"_a, "purpose"_a, "in_memory"_a = false)
       .def(
           "over",
           [](ProcessMesh& mesh, const std::vector<int>& ranks, int rank, Purpose purpose) {

@@ -3,6 +3,7 @@
 import functools
 
 from deepspeed import _native
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import mesh
 from deepspeed.comm import process_group as dist
 from deepspeed.config.world import job_grid, sequence_ranks
@@ -124,7 +125,8 @@ def tensor_ranks(group=None):
     ranks = alone if group is None else tuple(dist.get_all_ranks_from_group(group))
     made = mesh.made_here().tensors
     if ranks not in made:
-        made[ranks] = adopted(group).communicator(["dp"], Purpose.TENSOR)
+        on_host = get_accelerator().device_name() == "cpu"  # the ranks of a host exchange through its memory
+        made[ranks] = adopted(group).communicator(["dp"], Purpose.TENSOR, in_memory=on_host)
     return made[ranks]
 
 
