@@ -77,9 +77,9 @@ def _rows(plan):
     return [row for group in plan.groups for row in group.rows]
 
 
-def bytes_of(model, plan, rank, shares):
+def bytes_of(model, plan, rank, shares=None):
     """Bytes of a model's weights on a rank. Layers that a rule cuts count an equal share; ``shares``: begin of names ->
-    share of the weights that have such a name."""
+    share of the weights that have such a name; None: no layer has experts."""
     cuts = {
         f"{name}.{param}".lstrip("."): cut.width(rank) / cut.size()
         for name, one in plan.blocks.items()
@@ -91,6 +91,7 @@ def bytes_of(model, plan, rank, shares):
         start, stop = grained_runs(plan.vocabulary.words, plan.ranks, 1)[rank]
         share = (stop - start) / plan.vocabulary.words
         cuts.update({f"{layer}.{last}": share for layer in plan.vocabulary.layers for last in ("weight", "bias")})
+    shares = shares or {}
     total, others = 0, tuple(shares)
     for name, param in model.named_parameters():
         whole = getattr(param, "ds_numel", param.numel()) * param.element_size()

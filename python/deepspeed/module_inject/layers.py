@@ -51,7 +51,8 @@ def cut_param(param, dim, cut, group, rank, partial=False, kind="column"):
     """Keeps this rank's slice of a parameter, in place, and notes which one that is. ``kind``: "column" or "row", how
     its layer is cut. In training mode the gradients of copies are summed."""
     made, earlier = ParamCut(dim, cut, group, rank, partial), cut_of(param)
-    if earlier is not None and cut is not None and earlier.cut is cut and earlier.dim == dim:
+    is_cut = earlier is not None and cut is not None and earlier.cut is cut and earlier.dim == dim
+    if is_cut and param.data.shape[dim] != cut.size():
         return  # another layer has the same parameter
     with torch.no_grad():
         param.data = made.own(param.data).clone()
