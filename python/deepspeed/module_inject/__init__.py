@@ -4,7 +4,7 @@ weights cut among ranks."""
 from deepspeed.registry import lazy_package
 
 _NAMES = {
-    "explain": "deepspeed.module_inject.explain",
+    "explain": "deepspeed.module_inject.cut_report",
     "AutoTP": "deepspeed.module_inject.auto_tp",
     "AutoTPConfig": "deepspeed.module_inject.autotp_config",
     "AutoTPPresets": "deepspeed.module_inject.autotp_config",

@@ -6,7 +6,7 @@ import torch
 import deepspeed
 import tensor_models
 from deepspeed.module_inject.cut_plan import plan_of
-from deepspeed.module_inject.explain import bytes_of
+from deepspeed.module_inject.cut_report import bytes_of
 from runs import settings
 
 
