@@ -294,14 +294,14 @@ class UniversalState(SavedState):
 
     def _file(self, name, state):
         """Content of a file, tensors lazy; the last one stays open for the pieces that follow."""
-        path = self._path(name, state)
-        if self._held[0] != path:
+        path, (held, found) = self._path(name, state), self._held  # threads may read several files
+        if held != path:
             found = storage.read(path, lazy=True)
             found = found if isinstance(found, dict) else {keys.PARAM: found}
             if not hasattr(found.get(keys.PARAM), "shape"):
                 raise RuntimeError(f"{path} is damaged: it has no tensor '{keys.PARAM}'; convert the checkpoint anew")
             self._held = (path, found)
-        return self._held[1]
+        return found
 
     def _path(self, name, state):
         return path_below(self.folder, f"{ZERO_FOLDER}/{name}/{state}.pt", f"the folder {self.folder}")
@@ -355,11 +355,12 @@ class UniversalState(SavedState):
     def _part(self, name, state, shape):
         """The part of a whole tensor that this rank's module has; the lazy tensor where that is the whole."""
         file = self._file(name, state)
-        if torch.Size(file[keys.PARAM].shape) != shape:  # once for all ranges
+        value = file[keys.PARAM]
+        if torch.Size(value.shape) != shape:  # once for all ranges
             cut = self._cuts.get(name) or Cut(shape)
             where = f"the universal checkpoint {self.folder}"
-            file[keys.PARAM] = cut.take(name, file, eager(file[keys.PARAM]), self._rank, self._count, where)
-        return file[keys.PARAM]
+            value = file[keys.PARAM] = cut.take(name, file, eager(value), self._rank, self._count, where)
+        return value
 
 
 def _aliases_of_first(folder):
