@@ -18,11 +18,6 @@ using comm::Verb;
 using Counts = std::vector<int64_t>;
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-void run_now(const comm::CommunicatorPtr& ranks, comm::Op op) {
-  op.wait = comm::Wait::kAtOnce;
-  ranks->run(op)->wait();
-}
-
 int64_t row_numel(const at::Tensor& rows) {
   int64_t numel = 1;
   for (int64_t dim = 1; dim < rows.dim(); ++dim) numel *= rows.size(dim);
@@ -68,6 +63,11 @@ at::Tensor sum_over(const comm::CommunicatorPtr& ranks, const at::Tensor& tensor
 }
 
 }  // namespace
+
+void run_now(const comm::CommunicatorPtr& ranks, comm::Op op) {
+  op.wait = comm::Wait::kAtOnce;
+  ranks->run(op)->wait();
+}
 
 at::Tensor gather(const comm::CommunicatorPtr& ranks, const at::Tensor& part, int64_t dim) {
   if (ranks->size() == 1) return part;

@@ -14,6 +14,8 @@
 
 namespace ds::parallel {
 
+// A call whose result is needed at once, without gradients.
+void run_now(const comm::CommunicatorPtr& ranks, comm::Op op);
 // The ranks' `part`, of one shape, joined along `dim` in rank order. Each rank's part of the gradient belongs to its
 // input.
 at::Tensor gather(const comm::CommunicatorPtr& ranks, const at::Tensor& part, int64_t dim);

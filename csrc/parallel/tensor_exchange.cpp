@@ -81,9 +81,7 @@ at::Tensor joined(const comm::CommunicatorPtr& ranks, const at::Tensor& part, in
   shape[static_cast<size_t>(dim)] = widest;
   shape.insert(shape.begin(), ranks->size());
   const at::Tensor all = at::empty(shape, part.options());
-  comm::Op op{comm::Verb::kAllGather, padded, all};
-  op.wait = comm::Wait::kAtOnce;
-  ranks->run(op)->wait();
+  run_now(ranks, {comm::Verb::kAllGather, padded, all});
   std::vector<at::Tensor> parts;
   parts.reserve(widths.size());
   for (int rank = 0; rank < ranks->size(); ++rank)
@@ -179,9 +177,7 @@ at::Tensor reduce_and_split(const comm::CommunicatorPtr& ranks, const at::Tensor
     const std::vector<at::Tensor> parts = whole.split_with_sizes(widths, dim);
     for (size_t rank = 0; rank < widths.size(); ++rank)
       all[static_cast<int64_t>(rank)].narrow(dim, 0, widths[rank]).copy_(parts[rank]);
-    comm::Op op{comm::Verb::kReduceScatter, all, mine};
-    op.wait = comm::Wait::kAtOnce;
-    ranks->run(op)->wait();
+    run_now(ranks, {comm::Verb::kReduceScatter, all, mine});
     own = mine.narrow(dim, 0, width).contiguous();
   }
   return with_gradient("ReduceAndSplitBackward", whole, std::move(own),

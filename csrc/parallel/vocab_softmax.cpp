@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "parallel/rank_nodes.h"
 
 namespace ds::parallel {
 
@@ -36,8 +37,7 @@ void all_reduce(const comm::CommunicatorPtr& ranks, const at::Tensor& tensor, co
   if (ranks->size() == 1) return;
   comm::Op op{comm::Verb::kAllReduce, {}, tensor};
   op.reduce = how;
-  op.wait = comm::Wait::kAtOnce;
-  ranks->run(op)->wait();
+  run_now(ranks, op);
 }
 
 struct VocabSumsOfRanks : torch::autograd::Function<VocabSumsOfRanks> {

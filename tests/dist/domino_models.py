@@ -36,7 +36,7 @@ class Case:
 
     def __init__(self, seed, ranks=1, **more):
         draw = random.Random(seed)
-        pick = lambda *choices: draw.choice(choices)  # noqa: E731
+        pick = lambda *choices: draw.choice(choices)
         self.config = config_of(
             num_layers=pick(1, 2, 3),
             num_query_groups=pick(None, HEADS, ranks),

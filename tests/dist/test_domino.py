@@ -103,7 +103,7 @@ def test_a_transformer_that_is_computed_again_in_backward(rank, world):
     model = case.model(mpu)
     case.config.hidden_dropout = 0.0
     deepspeed.checkpointing.configure(mpu)
-    again = lambda x, *more: deepspeed.checkpointing.checkpoint(model, x, *more)  # noqa: E731
+    again = lambda x, *more: deepspeed.checkpointing.checkpoint(model, x, *more)
     for one, other in zip(trained(again, model, case, case.x), trained(model, model, case, case.x)):
         if torch.is_tensor(one):
             assert torch.equal(one, other)
@@ -125,7 +125,7 @@ def test_attention_that_only_hides_later_tokens_is_torchs_own(monkeypatch):
 
     here = hasattr(torch.nn.functional, "scaled_dot_product_attention")  # torch 2
     own = functional.scaled_dot_product_attention if here else by_hand
-    counted = lambda *given, **more: [calls.append(1), own(*given, **more)][1]  # noqa: E731
+    counted = lambda *given, **more: [calls.append(1), own(*given, **more)][1]
     monkeypatch.setattr(functional, "scaled_dot_product_attention", counted, raising=False)
     model, x = make(config=config_of(num_query_groups=3)), torch.randn(TOKENS, 3, 20)
     made, mask = model(x, None), torch.zeros(1, 1, TOKENS, TOKENS).bool()
@@ -370,7 +370,7 @@ def losses_of(engine, steps):
 def states(engine):
     """name -> master and moments, whole."""
     cuts = {name: cut_of(param) for name, param in engine.module.named_parameters()}
-    join = lambda name, one: one if cuts[name] is None else cuts[name].join(one.contiguous())  # noqa: E731
+    join = lambda name, one: one if cuts[name] is None else cuts[name].join(one.contiguous())
     return {name: [join(name, one).clone() for one in kinds] for name, kinds in moments(engine).items()}
 
 
@@ -474,7 +474,7 @@ def test_a_plan_has_the_calls_of_a_run(rank, world):
     sample = (torch.ones(TOKENS, 4, 20), None)
     model, mpu = planned_model()
     engine = engine_of(model, settings(1, 4), mpu=mpu)
-    step = lambda: take_step(engine, engine(*sample).sum())  # noqa: E731
+    step = lambda: take_step(engine, engine(*sample).sum())
     step()
     ran = calls_of(calls_while(step))
     assert ran["all_reduce"][0] >= 16, "two sums of each half, layer and direction"

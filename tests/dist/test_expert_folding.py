@@ -90,7 +90,7 @@ def test_four_ranks_share_more_experts_than_there_are_data_parallel_ranks():
 
 
 def test_four_ranks_cut_the_dense_layers_and_have_copies_of_experts():
-    """There are no other data-parallel ranks, and copies of experts are among the tensor-parallel ones."""
+    """Copies of experts lie on the tensor-parallel ranks, which are all ranks."""
     wide = {"tensor_parallel": {"autotp_size": 4}}
     trained_as_in_one_process(4, [(*MODELS[0], stage, 2, wide) for stage in (0, 2, 3)], tensor=4)
 

@@ -175,7 +175,7 @@ def test_models_that_need_whole_sequences(rank, world):
     refused(PlanError, "has a part of every sequence: .*Leave tensor_parallel.split_sequence out", engine_of,
             model_of(Mixing), config())  # fmt: skip
     refused(ValueError, "tp_overlap_comm overlaps all-reduces", engine_of, llama(), config(tp_overlap_comm=True))
-    refused(ValueError, "there is no list of blocks", engine_of, look_alikes.LlamaBlock(), config())
+    refused(ValueError, "a list of blocks was not found", engine_of, look_alikes.LlamaBlock(), config())
     tokens = look_alikes.tokens_of(length=8)
     for attribute, words in (
         ("pools", "the model changes the sequence"),

@@ -22,7 +22,6 @@ namespace py = pybind11;
 
 namespace ds::bindings {
 
-using bindings::TensorSource;
 using formats::FileRecord;
 using formats::NamedTensor;
 using io::ByteSource;

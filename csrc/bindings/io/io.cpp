@@ -15,7 +15,6 @@ namespace py = pybind11;
 namespace ds::bindings {
 
 using namespace ds::io;
-using ds::bindings::FsPath;
 
 namespace {
 

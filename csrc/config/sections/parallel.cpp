@@ -55,8 +55,7 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                   "Before training one block of each kind runs cut and whole, and a difference is an error."),
           flag("vocab_parallel_lm_head",
                "The layer that gives the words, the embedding that shares its weight and the loss are cut over the "
-               "words; "
-               "null: they stay whole."),
+               "words; null: they stay whole."),
           text("vocab_parallel_ce_backend", "torch",
                "Loss over cut words. liger: its gradient takes the place of the logits, which nobody can read "
                "afterwards.")

@@ -126,8 +126,8 @@ class DominoTransformer(DominoModule):
         )  # fmt: skip
         domino_config.named(
             "layer_type", layer_type, ("encoder",),
-            "forward() gets no output of an encoder, so there is no cross attention. Use LayerType.encoder, for models "
-            "that only decode, too, with AttnMaskType.causal",
+            "forward() gets no output of an encoder and has no cross attention. Use LayerType.encoder, for "
+            "models that only decode, too, with AttnMaskType.causal",
         )  # fmt: skip
         masks = domino_config.named(
             "self_attn_mask_type", self_attn_mask_type, [one.name for one in AttnMaskType],

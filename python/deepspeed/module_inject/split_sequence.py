@@ -166,7 +166,7 @@ def splits_of(model, blocks, group):
         names = [f"{parent}.{index}".lstrip(".") for index, _ in modules.named_children()]
         others = [name for name in names if name not in blocks]
         if "" in blocks or others:
-            told = "there is no list of blocks" if "" in blocks else f"'{others[0]}' is not cut"
+            told = "a list of blocks was not found" if "" in blocks else f"'{others[0]}' is not cut"
             raise config_error(f"{KEY} is true, and {told} in {type(model).__name__}: leave the key out", [KEY])
         split = SequenceSplit(group)
         found.update({name: (split, name == names[0], name == names[-1]) for name in names})

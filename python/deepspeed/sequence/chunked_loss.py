@@ -2,12 +2,11 @@
 
 import torch
 
-from deepspeed.sequence.loss import IGNORED
-from deepspeed.sequence.tiled import _apply, _Tiles, tile_sizes
+from deepspeed.sequence.causal_loss import CausalLMLoss, check_reduction, install_loss
+from deepspeed.sequence.tiled import _apply, _Tiles, block_sizes
 
 _BLOCK_BYTES = 64 << 20  # of the fp32 copy of a block, where block_rows is not given
 _BACKENDS = ("auto", "torch")
-_REDUCTIONS = ("none", "mean", "sum")
 
 
 def chunked_cross_entropy(logits, target, ignore_index=-100, reduction="mean", block_rows=None, backend="auto"):
@@ -25,16 +24,13 @@ def chunked_cross_entropy(logits, target, ignore_index=-100, reduction="mean", b
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend is {backend!r}; this build has {' and '.join(map(repr, _BACKENDS))}")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}")
+    check_reduction(reduction)
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: all but the last size are equal")
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     if block_rows is None:
         block_rows = max(1, _BLOCK_BYTES // (4 * rows.shape[1]))
-    if block_rows < 1:
-        raise ValueError(f"block_rows is {block_rows}; a block has at least one row")
-    sizes = tile_sizes(len(rows), max(1, -(-len(rows) // block_rows)))
+    sizes = block_sizes(len(rows), block_rows)
     parts = labels.split(sizes)
     kind = "none" if reduction == "none" else "sum"
 
@@ -47,31 +43,16 @@ def chunked_cross_entropy(logits, target, ignore_index=-100, reduction="mean", b
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
 
-class ChunkedCausalLMLoss:
+class ChunkedCausalLMLoss(CausalLMLoss):
     """The ``loss_function`` of a transformers model for causal language modelling, by ``chunked_cross_entropy``."""
 
     def __init__(self, block_rows=None, backend="auto"):
         self.block_rows, self.backend = block_rows, backend
 
-    def __call__(
-        self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=IGNORED, shift_labels=None, **kwargs
-    ):
-        """``logits``: ``[batch, sequence, vocabulary]``; ``labels``: ``[batch, sequence]``, which are shifted by one here;
-        ``shift_labels``: labels that are shifted already. ``num_items_in_batch``: divides the sum of the losses."""
-        if shift_labels is None:
-            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        shift_labels = shift_labels.to(logits.device)
-        loss = chunked_cross_entropy(logits, shift_labels, ignore_index, reduction, self.block_rows, self.backend)
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+    def _loss(self, logits, labels, ignore_index, reduction):
+        return chunked_cross_entropy(logits, labels, ignore_index, reduction, self.block_rows, self.backend)
 
 
 def install_chunked_causal_lm_loss(model, block_rows=None, backend="auto"):
     """Gives the transformers model ``model`` a ``ChunkedCausalLMLoss`` as its ``loss_function``; returns the model."""
-    inner = getattr(model, "module", model)
-    if not hasattr(inner, "loss_function"):
-        raise ValueError(
-            f"{type(inner).__name__} has no loss_function to replace: models of transformers have one from 4.46 on"
-        )
-    inner.loss_function = ChunkedCausalLMLoss(block_rows, backend)
-    return model
+    return install_loss(model, ChunkedCausalLMLoss(block_rows, backend))

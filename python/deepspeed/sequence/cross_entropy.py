@@ -3,11 +3,10 @@ vocabulary that ranks share: each has the logits of its words, all get the losse
 
 import torch
 
+from deepspeed.sequence.causal_loss import CausalLMLoss, check_reduction, install_loss
 from deepspeed.sequence.gradients import parts_of_all
 from deepspeed.sequence.loss import IGNORED
 from deepspeed.sequence.vocab_slice import slice_of
-
-_REDUCTIONS = ("none", "mean", "sum")
 
 
 def vocab_sequence_parallel_cross_entropy(vocab_parallel_logits, target, sp_group):
@@ -74,8 +73,7 @@ def losses_of(words, logits, target, ignore_index=IGNORED, label_smoothing=0.0, 
 
 def reduced(losses, counts, reduction):
     """``losses``, or their sum or mean; the mean is over the ``counts`` that are true, nan where none is."""
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}")
+    check_reduction(reduction)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
@@ -95,8 +93,7 @@ class VocabParallelCrossEntropyLoss(torch.nn.Module):
         label_smoothing=0.0,
     ):
         super().__init__()
-        if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}")
+        check_reduction(reduction)
         self.given = (tp_group, sp_group, vocab_start_index, vocab_end_index, ignore_index, reduction, label_smoothing)
 
     def forward(self, vocab_parallel_logits, target):
@@ -104,41 +101,19 @@ class VocabParallelCrossEntropyLoss(torch.nn.Module):
         return vocab_parallel_cross_entropy(vocab_parallel_logits, target, *self.given)
 
 
-class VocabParallelCausalLMLoss:
+class VocabParallelCausalLMLoss(CausalLMLoss):
     """The ``loss_function`` of a transformers model for causal language modelling whose head gives this rank's
     words."""
 
     def __init__(self, tp_group=None, sp_group=None, vocab_start_index=None, vocab_end_index=None):
         self.given = (tp_group, sp_group, vocab_start_index, vocab_end_index)
 
-    def __call__(
-        self,
-        logits,
-        labels,
-        vocab_size=None,
-        num_items_in_batch=None,
-        ignore_index=IGNORED,
-        shift_labels=None,
-        **kwargs,
-    ):
-        """``logits``: ``[batch, sequence, words of this rank]``; ``labels``: ``[batch, sequence]``, which are shifted
-        by one here; ``shift_labels``: labels that are shifted already. ``num_items_in_batch``: divides the sum of the
-        losses; without it the result is the mean over the tokens that count."""
-        if shift_labels is None:
-            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = vocab_parallel_cross_entropy(logits, shift_labels, *self.given, ignore_index, reduction)
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+    def _loss(self, logits, labels, ignore_index, reduction):
+        return vocab_parallel_cross_entropy(logits, labels, *self.given, ignore_index, reduction)
 
 
 def configure_vocab_parallel_loss(model, tp_group=None, sp_group=None, vocab_start_index=None, vocab_end_index=None):
     """Gives the transformers model ``model`` a ``VocabParallelCausalLMLoss`` as its ``loss_function``, and returns the
     model. ``tensor_parallel.vocab_parallel_lm_head`` needs no such call. ValueError for a model without a
     ``loss_function``."""
-    inner = getattr(model, "module", model)
-    if not hasattr(inner, "loss_function"):
-        raise ValueError(
-            f"{type(inner).__name__} has no loss_function to replace: models of transformers have one from 4.46 on"
-        )
-    inner.loss_function = VocabParallelCausalLMLoss(tp_group, sp_group, vocab_start_index, vocab_end_index)
-    return model
+    return install_loss(model, VocabParallelCausalLMLoss(tp_group, sp_group, vocab_start_index, vocab_end_index))

@@ -5,7 +5,7 @@ import torch
 from deepspeed._native import _C
 from deepspeed.sequence.cross_entropy import losses_of, reduced
 from deepspeed.sequence.loss import IGNORED
-from deepspeed.sequence.tiled import _apply, _Tiles, tile_sizes
+from deepspeed.sequence.tiled import _apply, _Tiles, block_sizes
 from deepspeed.sequence.vocab_slice import slice_of
 
 
@@ -42,9 +42,7 @@ def vocab_parallel_linear_cross_entropy(
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     if block_rows is None:
         block_rows = max(1, rows.numel() // max(1, weight.shape[0]))
-    if block_rows < 1:
-        raise ValueError(f"block_rows is {block_rows}; a block has at least one row")
-    sizes = tile_sizes(len(rows), max(1, -(-len(rows) // block_rows)))
+    sizes = block_sizes(len(rows), block_rows)
     parts = labels.split(sizes)
 
     def compute(block, index):

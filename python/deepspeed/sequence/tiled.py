@@ -19,6 +19,13 @@ def tile_sizes(length, shards):
     return [min(size, length - start) for start in range(0, length, size)]
 
 
+def block_sizes(count, block_rows):
+    """Sizes of blocks of at most ``block_rows`` of ``count`` rows."""
+    if block_rows < 1:
+        raise ValueError(f"block_rows is {block_rows}; a block has at least one row")
+    return tile_sizes(count, max(1, -(-count // block_rows)))
+
+
 class _Tiles:
     """``compute(tile of x, index)`` for tiles of ``x`` along ``dim``, each contiguous, so that it may be viewed in any
     shape. ``weights``: of the tiles' results, which are then added up to one; None: they are joined along ``join``."""

@@ -106,7 +106,7 @@ TEST_P(TensorExchanges, PartsOfASequenceEqualOneProcess) {
     const at::Tensor expected[] = {own(back[0], 1, widths, rank), own(back[1], 0, inside, rank),
                                    own(back[2], 0, inside, rank), own(back[3], 1, inside, rank)};
     for (size_t i = 0; i < grads.size(); ++i) EXPECT_TRUE(at::allclose(grads[i], expected[i], 1e-12, 1e-12)) << i;
-    // As many as an all-reduce of the inputs' gradients and one of the outputs.
+    // The bytes are those of an all-reduce of the inputs' gradients and of one of the outputs.
     const int64_t rows = 2 * tokens, item = sizeof(double);
     if (even) EXPECT_EQ(ranks->traffic().bytes - before, 2 * rows * item * (kInputs + kOutputs) * (n - 1) / n);
   });
