@@ -3,16 +3,21 @@
     python benchmarks/python/train_gpt.py [--device cuda] [--models 125m,1.3b] [--stages 0,1,2,3] [--json FILE]
 
 Every contender runs in processes of its own, so that a peak is its own; the contenders take turns for ``--rounds``
-rounds. Plain torch is (a) bf16 weights with fp32 masters that a fused AdamW updates and ``copy_`` casts back, the same
-arithmetic as ours, and (b) fp32 weights under bf16 autocast with fused AdamW. All use
-``scaled_dot_product_attention``. A run without an optimizer measures the activations. The prediction for the peak is
-(2 + 2 + 12) bytes for each parameter, for weights, gradients and masters with moments (``--grad-dtype fp32``: 2 + 4 +
-12), plus those activations. On the CPU memory is the growth of the resident set.
+rounds. With ``--together`` they take turns in one process of each rank: ``--contenders masters,fsdp2,0,3,2+cpu`` names
+them (common/contenders.py). The device is waited for once in a turn of ``--steps`` steps, and the time of the host, the
+share of the peak of matrix products (MFU) and medians of the ratios to the first contender are printed, too. A peak is
+then without the memory in which the other contenders rest. Plain torch is (a) bf16 weights with fp32 masters that a
+fused AdamW updates and ``copy_`` casts back, the same arithmetic as ours, and (b) fp32 weights under bf16 autocast with
+fused AdamW. All use ``scaled_dot_product_attention``. A run without an optimizer measures the activations. The
+prediction for the peak is (2 + 2 + 12) bytes for each parameter, for weights, gradients and masters with moments
+(``--grad-dtype fp32``: 2 + 4 + 12), plus those activations. On the CPU memory is the growth of the resident set.
 """
 
 import argparse
+import gc
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -20,13 +25,10 @@ import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(os.path.dirname(HERE))
+sys.path.insert(0, HERE)
+from common import contenders  # noqa: E402  (the line above finds it)
+from common.contenders import MODELS  # noqa: E402
 
-MODELS = {
-    "tiny": {"layers": 2, "heads": 4, "width": 128, "vocab_size": 1024, "context": 128},
-    "125m": {"layers": 12, "heads": 12, "width": 768, "vocab_size": 50304, "context": 1024},
-    "1.3b": {"layers": 24, "heads": 16, "width": 2048, "vocab_size": 50304, "context": 1024},
-}
 MASTERS = "torch, bf16 + fp32 masters, fused AdamW"
 AUTOCAST = "torch, fp32 under autocast, fused AdamW"
 BARE = "no optimizer"
@@ -42,105 +44,49 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=20, help="timed steps of a turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--grad-dtype", choices=("bf16", "fp32"), default="bf16", help="of accumulated gradients")
+    parser.add_argument("--together", action="store_true", help="all contenders in one process, in turns")
+    parser.add_argument("--contenders", default="masters,fsdp2,0,1,2,3", help="of --together")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step, with --together")
+    parser.add_argument("--compile", action="store_true", help="compiled models, with --together")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-class Ours:
-    def __init__(self, args, stage, model):
-        import deepspeed
+def device_of(args):
+    import torch
 
-        deepspeed.logger.setLevel("WARNING")
-        config = {
-            "train_micro_batch_size_per_gpu": args.rows,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 10**9,
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": args.grad_dtype},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
-            "zero_optimization": {"stage": stage},
-        }
-        self.engine = deepspeed.initialize(model=model, config=config)[0]
-
-    def step(self, x, y):
-        self.engine.backward(self.engine(x, y))
-        self.engine.step()
+    if args.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
 
 
-class Plain:
-    """bf16 weights with fp32 masters, or fp32 weights under autocast."""
+def batch(args, shape, device):
+    import torch
 
-    def __init__(self, model, masters):
-        import torch
-
-        self.torch = torch
-        self.model = model.bfloat16() if masters else model
-        self.params = list(self.model.parameters())
-        self.masters = [p.detach().float().clone() for p in self.params] if masters else None
-        fused = {"fused": True} if int(torch.__version__.split(".")[0]) >= 2 else {}
-        self.optimizer = torch.optim.AdamW(self.masters or self.params, lr=1e-4, weight_decay=0.1, **fused)
-
-    def step(self, x, y):
-        torch = self.torch
-        if self.masters is None:
-            with torch.autocast(x.device.type, dtype=torch.bfloat16):
-                loss = self.model(x, y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.params, 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            return
-        self.model(x, y).backward()
-        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
-        for master, param in zip(self.masters, self.params):
-            master.grad = param.grad.float()
-            param.grad = None
-        self.optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(self.params, self.masters) if hasattr(torch, "_foreach_copy_") else [
-                p.copy_(m) for p, m in zip(self.params, self.masters)
-            ]
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-class Bare:
-    def __init__(self, model):
-        self.model = model.bfloat16()
-
-    def step(self, x, y):
-        self.model(x, y).backward()
-        for param in self.model.parameters():
-            param.grad = None
+    random = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    rows = torch.randint(0, shape["vocab_size"], (args.rows, shape["context"] + 1), generator=random).to(device)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def work(args):
     """One contender, one turn: prints a JSON line with its figures."""
-    sys.path[:0] = [os.path.join(ROOT, "examples", "quickstart"), HERE]
     import psutil
     import torch
 
-    from model import GPT, Shape
-
-    device = torch.device(args.device, int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(args)
     size, name = args.contender.split("|")
-    torch.manual_seed(0)
-    shape = Shape(**MODELS[size])
+    shape = MODELS[size]
     before = psutil.Process().memory_info().rss
-    model = GPT(shape).to(device)
+    model = contenders.model_of(shape, device)
     numel = sum(p.numel() for p in model.parameters())
-    if name.startswith("stage "):
-        model = model.bfloat16()
-        contender = Ours(args, int(name.split()[1]), model)
-    else:
-        contender = Bare(model) if name == BARE else Plain(model, name == MASTERS)
+    kind = {BARE: "bare", MASTERS: "masters", AUTOCAST: "autocast"}.get(name) or name.split()[1]
+    contender = contenders.make(kind, model, args.rows, grad_dtype=args.grad_dtype)
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    random = torch.Generator().manual_seed(int(os.environ["RANK"]))
-    rows = torch.randint(0, shape.vocab_size, (args.rows, shape.context + 1), generator=random).to(device)
-    x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    x, y = batch(args, shape, device)
 
     def wait():
         if args.device == "cuda":
@@ -163,33 +109,49 @@ def work(args):
         json.dump(figures, file)
 
 
-def turn(args, size, name, port):
+def turn(args, size, name):
     """Runs one contender on all ranks and returns the worst rank's figures, or a text that says why there are none."""
+    figures = ranks(args, ["--contender", f"{size}|{name}"])
+    if figures is None:
+        return f"{name} failed on {size}; its message is above"
+    return {key: max(one[key] for one in figures) for key in figures[0]}
+
+
+def _free_port():
+    """A port without a listener, which the system chooses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ranks(args, more):
+    """The figures of each rank of this program; None where one has failed."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, os.path.abspath(__file__), "--contender", f"{size}|{name}"]
-        for option in ("device", "rows", "steps", "grad-dtype"):
+        command = [sys.executable, os.path.abspath(__file__), *more]
+        for option in ("device", "rows", "steps", "rounds", "grad-dtype", "accumulation", "contenders"):
             command += [f"--{option}", str(getattr(args, option.replace("-", "_")))]
-        ranks = []
+        command += ["--compile"] * args.compile
+        processes, port = [], _free_port()
         for rank in range(args.ranks):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.ranks, "LOCAL_SIZE": args.ranks}
             world.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, FIGURES=os.path.join(scratch, "rank"))
             env = dict(os.environ, **{key: str(value) for key, value in world.items()})
-            ranks.append(subprocess.Popen(command, env=env))
-        if any([process.wait() for process in ranks]):
-            return f"{name} failed on {size}; its message is above"
+            processes.append(subprocess.Popen(command, env=env))
+        if any([process.wait() for process in processes]):
+            return None
         figures = []
         for rank in range(args.ranks):
             with open(os.path.join(scratch, f"rank{rank}"), encoding="utf-8") as file:
                 figures.append(json.load(file))
-        return {key: max(one[key] for one in figures) for key in figures[0]}
+        return figures
 
 
 def measure(args, size):
     names = [BARE, MASTERS, AUTOCAST] + [f"stage {stage}" for stage in args.stages.split(",")]
     found = {name: [] for name in names}
-    for round_number in range(args.rounds):
-        for index, name in enumerate(names):
-            result = turn(args, size, name, 29700 + (round_number * len(names) + index) % 200)
+    for _ in range(args.rounds):
+        for name in names:
+            result = turn(args, size, name)
             if isinstance(result, str):
                 sys.exit(result)
             found[name].append(result)
@@ -218,18 +180,134 @@ def measure(args, size):
     return figures
 
 
+# ---- all contenders in one process -----------------------------------------------------------------------------------
+class Together:
+    """A contender that shares its process and its device with others."""
+
+    def __init__(self, args, name, size, device):
+        self.args, self.device, self.turns = args, device, []
+        before = self.allocated()
+        model = contenders.model_of(MODELS[size], device)
+        self.numel = sum(one.numel() for one in model.parameters())
+        self.loop = contenders.make(name, model, args.rows, args.accumulation, args.grad_dtype, args.compile)
+        del model
+        self.x, self.y = batch(args, MODELS[size], device)
+        for _ in range(3):
+            self.loop.step(self.x, self.y)
+        self.wait()
+        gc.collect()
+        self.rests = self.allocated() - before
+
+    def allocated(self):
+        if self.device.type == "cuda":
+            import torch
+
+            return torch.cuda.memory_allocated()
+        return 0
+
+    def wait(self):
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def turn(self):
+        """Some steps, with one wait for the device."""
+        import torch
+
+        cuda = self.device.type == "cuda"
+        others = self.allocated() - self.rests
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.wait()
+        begin, host = time.perf_counter(), time.process_time()
+        for _ in range(self.args.steps):
+            self.loop.step(self.x, self.y)
+        launched = time.perf_counter() - begin
+        host = time.process_time() - host
+        self.wait()
+        took = time.perf_counter() - begin
+        self.rests = self.allocated() - others
+        peak = torch.cuda.max_memory_allocated() - others if cuda else 0
+        steps = self.args.steps
+        self.turns.append(
+            {"step_ms": took / steps * 1e3, "host_ms": host / steps * 1e3, "launched_ms": launched / steps * 1e3,
+             "peak_bytes": peak}
+        )  # fmt: skip
+
+
+def work_together(args, size):
+    """The work of a rank: ``{contender: figures}``."""
+    import torch
+
+    import deepspeed
+    from deepspeed.profiling.peak import peak_flops
+
+    device, names, made, left_out = device_of(args), args.contenders.split(","), {}, {}
+    deepspeed.logger.setLevel("WARNING")
+    deepspeed.init_distributed()
+    for name in names:
+        if why := contenders.lacks(name):
+            left_out[name] = why
+        else:
+            made[name] = Together(args, name, size, device)
+    for _ in range(args.rounds):
+        for one in made.values():
+            one.turn()
+    peak = peak_flops(device, torch.bfloat16)
+    shape, found = MODELS[size], {}
+    first = next(iter(made.values()))
+    tokens = args.rows * args.accumulation * shape["context"]
+    flops = tokens * (6 * first.numel + 12 * shape["layers"] * shape["width"] * shape["context"])
+    for name, one in made.items():
+        turns = one.turns
+        found[name] = {key: statistics.median(each[key] for each in turns) for key in turns[0]}
+        found[name]["mfu"] = flops / (found[name]["step_ms"] / 1e3) / peak
+        found[name]["ratio"] = statistics.median(
+            ours["step_ms"] / theirs["step_ms"] for ours, theirs in zip(turns, first.turns)
+        )
+    for one in made.values():
+        one.loop.end()
+    figures = {"numel": first.numel, "contenders": found, "left_out": left_out}
+    with open(os.environ["FIGURES"] + os.environ["RANK"], "w", encoding="utf-8") as file:
+        json.dump(figures, file)
+
+
+def measure_together(args, size):
+    """Figures of rank 0, printed."""
+    figures = ranks(args, ["--together", "--contender", size])
+    if figures is None:
+        sys.exit(f"a contender failed on {size}; its message is above")
+    made = figures[0]
+    rows = f"{args.rows} x {MODELS[size]['context']} tokens" + f" x {args.accumulation}" * (args.accumulation > 1)
+    compiled = ", compiled" if args.compile else ""
+    print(f"GPT of {made['numel'] / 1e6:.0f}M, {rows}, {args.ranks} rank(s) on {args.device}{compiled}")
+    for name, why in made["left_out"].items():
+        print(f"  {name} is left out: {why}")
+    print(f"  {'':10s} {'step ms':>10s} {'host ms':>10s} {'launched':>10s} {'peak GiB':>10s} {'MFU':>8s} {'ratio':>8s}")
+    for name, one in made["contenders"].items():
+        print(
+            f"  {name:10s} {one['step_ms']:10.2f} {one['host_ms']:10.2f} {one['launched_ms']:10.2f} "
+            f"{one['peak_bytes'] / 2**30:10.2f} {one['mfu']:8.1%} {one['ratio']:8.3f}"
+        )
+    return made
+
+
 def main():
     args = parse_arguments()
     if args.contender:
-        work(args)
+        work_together(args, args.contender) if args.together else work(args)
         return
     models = (args.models or ("125m,1.3b" if args.device == "cuda" else "tiny")).split(",")
-    figures = {size: measure(args, size) for size in models}
+    if args.together:
+        figures = {size: measure_together(args, size) for size in models}
+    else:
+        figures = {size: measure(args, size) for size in models}
     if args.json:
-        sys.path.insert(0, HERE)
         from common import machine
 
-        setting = {key: getattr(args, key) for key in ("device", "ranks", "rows", "steps", "rounds", "grad_dtype")}
+        given = ("device", "ranks", "rows", "steps", "rounds", "grad_dtype", "together", "accumulation", "compile")
+        setting = {key: getattr(args, key) for key in given}
         machine.write_json(args.json, "train_gpt", {"models": figures, "setting": setting})
 
 

@@ -45,6 +45,8 @@ class Communicator {
 
   // Fails where counts or sizes do not fit together, before anything is sent.
   WorkPtr run(const Op& op);
+  // Whether a call with several pairs of tensors (Op::more) costs no more than one. Else they are calls of their own.
+  virtual bool groups() const { return false; }
   // Sends and receives as one launch, between any ranks and in any order: none of them waits for another.
   virtual WorkPtr run_all(const std::vector<Op>& ops);
 
@@ -56,6 +58,9 @@ class Communicator {
   WorkPtr reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag = {});
   // Row r of `all`, which has size() rows of mine.numel() elements, becomes rank r's `mine`.
   WorkPtr all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag = {});
+  // The same for each pair, as one launch where groups() is true.
+  WorkPtr all_gather(std::vector<TensorPair> pairs, Tag tag = {});
+  WorkPtr reduce_scatter(std::vector<TensorPair> pairs, Tag tag = {});
   WorkPtr all_to_all(const at::Tensor& input, const at::Tensor& output, Tag tag = {});
   WorkPtr all_to_all(const at::Tensor& input, std::vector<int64_t> input_counts, const at::Tensor& output,
                      std::vector<int64_t> output_counts, Tag tag = {});
@@ -73,6 +78,11 @@ class Communicator {
   virtual std::shared_ptr<Communicator> among(const std::vector<int>& ranks);
   // False: tensors of that device travel as copies in host memory. Equal on all ranks.
   virtual bool reaches(const c10::Device&) const { return true; }
+  // Whether tensors in host memory travel without a device. Equal on all ranks.
+  virtual bool carries_host_memory() const { return true; }
+  // The device on which numbers of the host travel to other ranks, for a caller whose tensors are on `computes`: the
+  // CPU where that is possible, so that hosts wait for each other and not for their devices.
+  c10::Device device_for_numbers(const c10::Device& computes) const;
   // Releases the transport, at the end of the process or when the communicator is not needed; no calls after it.
   virtual void leave() {}
   // The longest wait of a rank for others, where the transport bounds it itself.

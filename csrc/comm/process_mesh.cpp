@@ -29,6 +29,7 @@ const char* name_of(Purpose purpose) {
     case Purpose::kExperts: return "experts";
     case Purpose::kControl: return "control";
     case Purpose::kTensor: return "tensor";
+    case Purpose::kBlocks: return "blocks";
   }
   return "unknown";
 }

@@ -32,4 +32,19 @@ struct Segment {
   size_t numel;
 };
 
+// Elements that are looked at, and where the result goes.
+struct Checked {
+  const void* data;
+  size_t numel;
+  int32_t* found;
+};
+constexpr int32_t kFoundInf = 1, kFoundNan = 2;
+
+// Elements that are copied, or added, from one place to another.
+struct Move {
+  void* to;
+  const void* from;
+  size_t numel;
+};
+
 }  // namespace ds::kernels

@@ -14,8 +14,9 @@ constexpr size_t kSumLanes = 32;
 constexpr size_t kSumBlock = 16384;
 constexpr size_t kSumBlockLanes = 1024;
 
-// Scratch that sum_squares, and passes with sums over whole parameters, take on CUDA for each block: at most two sums.
-constexpr size_t kSumScratchBytes = 2 * sizeof(double);
+// Scratch that sum_squares, and passes with sums over whole parameters, take on CUDA for each block: at most two sums
+// and a largest value.
+constexpr size_t kSumScratchBytes = 3 * sizeof(double);
 
 inline size_t sum_blocks(size_t numel) { return (numel + kSumBlock - 1) / kSumBlock; }
 

@@ -56,9 +56,16 @@ struct KernelTable {
   // column `first` < columns. In fp64, each column from its first row on, so that all devices give the same bits.
   void (*column_sums)(const Launch&, const void* data, DType dtype, size_t n, size_t first, size_t columns,
                       double* sums);
+
+  // to = from * scale, or to += from * scale where `add`, as copy and accumulate do, for each of `count` moves: few
+  // launches, however many moves there are.
+  void (*move_all)(const Launch&, const Move* moves, size_t count, DType to, DType from, float scale, bool add);
+  // *found |= kFoundNan for each of `count` arrays that has a nan, |= kFoundInf for one that has an inf: few launches,
+  // however many arrays there are.
+  void (*find_nonfinite)(const Launch&, const Checked* arrays, size_t count, DType dtype);
 };  // append only: a new entry goes to the end
 
-constexpr uint32_t kKernelAbi = 4;
+constexpr uint32_t kKernelAbi = 5;
 
 }  // namespace ds::kernels
 

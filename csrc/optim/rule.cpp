@@ -31,19 +31,24 @@ const Rule& find_rule(const std::string& name) {
   fail(ErrorKind::kValue, "there is no native optimizer '", name, "'; there are: ", known);
 }
 
-void run_pass(const kernels::KernelTable& table, const kernels::Launch& launch, const Rule& rule, size_t pass,
+const Phase* Rule::phase(const std::vector<double>& hyper_values, int64_t update) const {
+  return phases.empty() ? nullptr : &phases.at(phase_of(Values(hyper, hyper_values.data()), update));
+}
+
+void run_pass(const kernels::KernelTable& table, const kernels::Launch& launch, const Rule& rule, const Pass& pass,
               const std::vector<kernels::UpdateSegment>& segments, kernels::UpdateArgs args,
               const std::vector<double>& hyper, double step, const kernels::StepScale* scale) {
-  const std::string& name = rule.passes.at(pass).kernel;
+  const std::string& name = pass.kernel;
+  const size_t bytes = pass.constants ? pass.constants_bytes : rule.constants_bytes;
   const kernels::UpdateKernel* kernel = table.find_update(name.c_str());
   if (kernel == nullptr)
     fail(ErrorKind::kRuntime, "there is no ", table.device, " kernel '", name, "' for the optimizer '", rule.name,
          "': use it on another device");
-  if (kernel->constants_bytes != rule.constants_bytes || kernel->states > static_cast<int>(rule.slots.size()))
+  if (kernel->constants_bytes != bytes || kernel->states > static_cast<int>(rule.slots.size() + rule.beside.size()))
     fail(ErrorKind::kRuntime, "the ", table.device, " kernel '", name, "' is of another version than the optimizer '",
          rule.name, "': build both again from one source tree (`make`)");
-  std::vector<double> block((rule.constants_bytes + sizeof(double) - 1) / sizeof(double) + 1);
-  rule.constants(Values(rule.hyper, hyper.data()), step, block.data());
+  std::vector<double> block((bytes + sizeof(double) - 1) / sizeof(double) + 1);
+  (pass.constants ? pass.constants : rule.constants)(Values(rule.hyper, hyper.data()), step, block.data());
   args.constants = block.data();
   table.update(launch, *kernel, segments.data(), segments.size(), args, scale);
 }

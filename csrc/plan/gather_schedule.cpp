@@ -14,8 +14,6 @@ bool has(const GatherSchedule::Params& sorted, int32_t param) {
 
 }  // namespace
 
-size_t GatherSchedule::end() const { return turn_ ? std::min(*turn_, current_.size()) : current_.size(); }
-
 // FNV-1a.
 uint64_t GatherSchedule::left_out_key() const {
   uint64_t key = 14695981039346656037u;
@@ -24,43 +22,19 @@ uint64_t GatherSchedule::left_out_key() const {
 }
 
 GatherAct GatherSchedule::toward(const Params& missing) const {
-  if (!on_schedule()) return {true, 0, 0};
-  uint8_t note = 0;
-  for (int32_t param : missing) {
-    if (has(current_[cursor_], param)) {
-      note |= kWanted;
-    } else if (std::none_of(current_.begin() + static_cast<std::ptrdiff_t>(cursor_) + 1, current_.end(),
-                            [&](const Params& entry) { return has(entry, param); })) {
-      note |= kDiverged;
-    }
-  }
-  return {false, cursor_, note};
+  if (!on_schedule()) return {true, 0, false};
+  return {false, cursor_, !common(current_[cursor_], missing).empty()};
 }
 
 GatherAct GatherSchedule::toward_end() const {
-  return on_schedule() ? GatherAct{false, cursor_, 0} : GatherAct{true, 0, 0};
+  return on_schedule() ? GatherAct{false, cursor_, false} : GatherAct{true, 0, false};
 }
 
 std::optional<GatherAct> GatherSchedule::ahead(const Params& soon) const {
   if (!on_schedule()) return {};
   const Params& next = current_[cursor_];
   if (!all_of(next, [&](int32_t param) { return has(soon, param); })) return {};
-  return GatherAct{false, cursor_, kWanted, true};
-}
-
-std::optional<size_t> GatherSchedule::due(bool ending) const {
-  // Before entry k: the notes of entry k - lag. Before an exchange on the way to the end: all.
-  const bool all = ending && !on_schedule();
-  if (read_ < cursor_ && (all || read_ + lag_ <= cursor_)) return read_;
-  return {};
-}
-
-void GatherSchedule::seen(size_t entry, const std::vector<uint8_t>& notes) {
-  read_ = entry + 1;
-  for (uint8_t note : notes) {
-    if (note & kWanted) wanted_[entry] = true;
-    if ((note & kDiverged) && !turn_) turn_ = entry + lag_;
-  }
+  return GatherAct{false, cursor_, true, true};
 }
 
 void GatherSchedule::needs(const Params& params) {
@@ -69,13 +43,14 @@ void GatherSchedule::needs(const Params& params) {
 
 void GatherSchedule::issued(const GatherAct& act) {
   if (act.early) early_.push_back(current_[act.entry]);
+  if (act.wanted) wanted_[act.entry / 32] |= 1u << (act.entry % 32);
   cursor_ = act.entry + 1;
-  wanted_.push_back(false);
 }
 
-bool GatherSchedule::exchanged(const Params& wanted, bool alike, size_t waiting) {
+bool GatherSchedule::exchanged(const Params& wanted, bool alike, size_t waiting, const Bits& entries) {
   if (wanted.empty()) {
     steady_ = steady_ && alike && asked_ == left_out_;
+    wanted_ = entries;
     if (open_) close();
     return false;
   }
@@ -106,13 +81,13 @@ void GatherSchedule::open(const Params& wanted, bool alike) {
   while (!confirmed_ && first < current_.size() && current_[first] != wanted) ++first;
   following_ = trusted_ && first < current_.size() && current_[first] == wanted;
   if (!following_) return;
-  cursor_ = read_ = first + 1;  // the exchange has gathered it
-  wanted_.assign(cursor_, false);
-  wanted_.back() = true;
+  cursor_ = first + 1;  // the exchange has gathered it
+  wanted_.assign((current_.size() + 31) / 32, 0);
+  wanted_[first / 32] |= 1u << (first % 32);
 }
 
 void GatherSchedule::close() {
-  if (following_ && !turn_ && agreed_.empty()) {
+  if (following_ && agreed_.empty()) {
     if (steady_) keep_wanted();
     confirmed_ = true;
     candidate_.reset();
@@ -121,8 +96,7 @@ void GatherSchedule::close() {
     learn(run());
   }
   open_ = following_ = false;
-  cursor_ = read_ = 0;
-  turn_.reset();
+  cursor_ = 0;
   wanted_.clear();
   agreed_.clear();
   waiting_.clear();
@@ -134,7 +108,7 @@ void GatherSchedule::close() {
 LearnedOrder GatherSchedule::run() const {
   std::vector<Params> wanted;
   for (size_t entry = 0; entry < cursor_; ++entry)
-    if (wanted_[entry]) wanted.push_back(current_[entry]);
+    if (is_wanted(entry)) wanted.push_back(current_[entry]);
   LearnedOrder result{{}, left_out_};
   auto next = wanted.begin();
   for (size_t i = 0; i < agreed_.size(); ++i) {
@@ -150,7 +124,7 @@ LearnedOrder GatherSchedule::run() const {
 void GatherSchedule::keep_wanted() {
   for (size_t entry = 0; entry < current_.size(); ++entry) {
     Params& place = schedule_.entries[places_[entry]];
-    if (!wanted_[entry]) place = common(place, left_out_);
+    if (!is_wanted(entry)) place = common(place, left_out_);
   }
   erase_if(schedule_.entries, [](const Params& entry) { return entry.empty(); });
   schedule_.unseen = common(schedule_.unseen, left_out_);

@@ -6,11 +6,11 @@
 // everybody's help. Where the union is the first entry of the schedule that was learned from an earlier cycle, all
 // ranks go on with that schedule. (The first cycle also gathers what stays from then on, such as small parameters. A
 // schedule that no second cycle has confirmed may therefore be entered at a later entry.) An entry is one collective,
-// issued by each rank when it gets there, and carries one note of each rank. A rank that needs a later entry *serves*
-// those before it: gathers and drops. A rank that needs parameters that the rest of the schedule does not have says so
-// in its next note. Everybody has read the notes of entry k before it issues entry k + lag, so all leave the schedule
-// at the same entry, and agree by exchanges from there to the end of the cycle. A rank that is through serves the rest,
-// and then goes on with exchanges until nobody wants anything: that ends the cycle.
+// issued by each rank when it gets there, and says nothing of the other ranks: nobody waits for it but with the values.
+// A rank that needs a later entry *serves* those before it: gathers and drops. A rank that needs parameters that the
+// rest of the schedule does not have serves all of it, and says what it needs in the exchange behind it. A rank that is
+// through serves the rest, too, and then goes on with exchanges until nobody wants anything: that ends the cycle. These
+// exchanges also tell which entries some rank has wanted.
 //
 // [Note: parameters that are left out]
 // All ranks may know that a cycle does not use some parameters: layers that progressive layer dropping leaves out. The
@@ -33,18 +33,14 @@ namespace ds::plan {
 struct GatherAct {
   bool exchange;  // else: entry `entry` of the schedule
   size_t entry;
-  uint8_t note;        // this rank's, to go with the entry: GatherSchedule::kWanted, kDiverged, or neither
+  bool wanted;         // by this rank; an entry that is not is served
   bool early = false;  // this rank does not need the entry yet
 };
 
 class GatherSchedule {
  public:
   using Params = LearnedOrder::Numbers;  // numbers of parameters, alike on all ranks; ascending
-  static constexpr uint8_t kWanted = 1, kDiverged = 2;
-
-  // Notes are read at most `lag` entries late (at least 1): that is the number of gathers that may be under way at one
-  // time.
-  explicit GatherSchedule(int lag) : lag_(static_cast<size_t>(lag)) {}
+  using Bits = std::vector<uint32_t>;    // of entries of the schedule, by their number
 
   // No cycle that begins from now on uses `params`, as far as this rank knows. The other ranks call it, too.
   void leave_out(Params params) { asked_ = std::move(params); }
@@ -62,21 +58,21 @@ class GatherSchedule {
   // The next entry, where all of it is in `soon`: this rank may start it before it is needed.
   std::optional<GatherAct> ahead(const Params& soon) const;
 
-  // The entry whose notes have to be seen() before the next act; none: go on. `ending`: before the act of toward_end.
-  std::optional<size_t> due(bool ending = false) const;
-  void seen(size_t entry, const std::vector<uint8_t>& notes);  // one of each rank
-  void issued(const GatherAct& act);                           // an entry
+  void issued(const GatherAct& act);  // an entry
+  // The entries of this cycle that this rank has wanted. They go along with each exchange; their number of words is
+  // equal on all ranks.
+  const Bits& wanted_entries() const { return wanted_; }
   // An exchange is over: `wanted` is the union of all ranks; `alike`: their keys are equal; `waiting`: the largest
-  // number. False: the cycle is over, too, and the next one begins.
-  bool exchanged(const Params& wanted, bool alike = true, size_t waiting = 0);
+  // number; `entries`: those that some rank has wanted. False: the cycle is over, too, and the next one begins.
+  bool exchanged(const Params& wanted, bool alike, size_t waiting, const Bits& entries);
 
   const Params& entry(size_t index) const { return current_.at(index); }  // of this cycle
   // Whether an exchange may name what is only wanted soon: not while a schedule is being learned.
   bool hints() const { return open_ && !trusted_; }
 
  private:
-  bool on_schedule() const { return open_ && following_ && cursor_ < end(); }
-  size_t end() const;
+  bool on_schedule() const { return open_ && following_ && cursor_ < current_.size(); }
+  bool is_wanted(size_t entry) const { return (wanted_[entry / 32] >> (entry % 32) & 1) != 0; }
   void open(const Params& wanted, bool alike);
   void close();
   void keep_wanted();
@@ -86,7 +82,6 @@ class GatherSchedule {
   static constexpr size_t kLongest = 65536;  // entries of a cycle that can be learned
   static constexpr int kMaxDivergences = 3;  // diverging cycles in a row after which exchanges are cheaper
 
-  size_t lag_;
   LearnedOrder schedule_;
   bool trusted_ = true;                    // the schedule is followed where its first entry fits
   bool confirmed_ = false;                 // more than one cycle has made the schedule
@@ -102,9 +97,7 @@ class GatherSchedule {
   bool open_ = false;            // somebody has wanted something
   bool following_ = false;       // the first exchange was the schedule's first entry
   size_t cursor_ = 0;            // entries issued
-  size_t read_ = 0;              // entries whose notes have been seen
-  std::optional<size_t> turn_;   // the schedule ends here: somebody diverged
-  std::vector<bool> wanted_;     // of each entry issued: by anybody
+  Bits wanted_;                  // entries that this rank has wanted; at the end of the cycle: that some rank has
   std::vector<Params> agreed_;   // by exchanges, in order; the first one opened the cycle
   std::vector<Params> early_;    // entries that this rank has started and does not need yet
   std::vector<size_t> waiting_;  // at each of `agreed_`

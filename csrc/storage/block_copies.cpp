@@ -101,13 +101,19 @@ void BlockCopies::copy_plane(const Plane& plane, const std::vector<PlanePart>& t
     for (int32_t b = target.first; b < target.end; ++b) {
       const PlanePart& source = plane.part_of(b);
       const int64_t there = plane.bytes(target.first, b);
+      if (plane.absent(b) && (!target.part || target.memory.defined())) continue;  // there is nothing to copy
       if (source.memory.defined() && target.memory.defined()) {
         copy(target.memory, there, source.memory, plane.bytes(source.first, b), plane.bytes(b, b + 1), wait_each);
         continue;
       }
       // From or to something that is read block by block: one block at a time through the host.
       const HostCopy bounce(*this, plane, b, /*may_wait=*/true);
-      transfer(plane, source, b, *bounce, /*fetch=*/true, /*in_background=*/false);
+      if (plane.absent(b)) {
+        if ((*bounce).memory.device().is_cpu())  // else the move is planned
+          memset(address((*bounce).memory) + (*bounce).offset, 0, static_cast<size_t>(plane.bytes(b, b + 1)));
+      } else {
+        transfer(plane, source, b, *bounce, /*fetch=*/true, /*in_background=*/false);
+      }
       transfer(plane, target, b, *bounce, /*fetch=*/false, /*in_background=*/false);
     }
   }

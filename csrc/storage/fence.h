@@ -16,12 +16,6 @@ namespace ds::storage {
 // Whether work on the device is done when a call returns: the CPU, and the meta device, which has none to do.
 inline bool done_on_return(const c10::Device& device) { return device.is_cpu() || device.is_meta(); }
 
-// The device on which numbers of the host travel to other ranks: the one that computes, but the CPU for the meta
-// device, which has no values.
-inline c10::Device device_for_numbers(const c10::Device& computes) {
-  return computes.is_meta() ? c10::Device(c10::kCPU) : computes;
-}
-
 // A point in the work of one stream.
 class Fence {
  public:
@@ -62,6 +56,27 @@ inline FencePtr fence_after(const at::Tensor& memory) noexcept {
     return Fence::after(memory);
   } catch (const std::exception&) {
     return nullptr;
+  }
+}
+
+// The current stream goes on after all that has been launched on `other` until now; the host does not wait.
+inline void wait_for(const c10::Stream& other, const at::Tensor& memory) {
+  const c10::impl::VirtualGuardImpl device(memory.device().type());
+  const c10::Stream now = device.getStream(memory.device());
+  if (now == other) return;
+  c10::Event reached(memory.device().type());
+  reached.record(other);
+  reached.block(now);
+  device.recordDataPtrOnStream(memory.storage().data_ptr(), now);
+}
+
+// torch's allocator learns that the current stream has used this memory, which may have been made on another one.
+inline void used_here(const at::Tensor& memory) noexcept {
+  if (done_on_return(memory.device())) return;
+  const c10::impl::VirtualGuardImpl device(memory.device().type());
+  try {
+    device.recordDataPtrOnStream(memory.storage().data_ptr(), device.getStream(memory.device()));
+  } catch (const std::exception&) {  // a device that has failed: the next work on it says so
   }
 }
 

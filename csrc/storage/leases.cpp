@@ -1,5 +1,6 @@
 #include "storage/leases.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -28,7 +29,20 @@ Lease Leases::acquire(int32_t number, plan::Range range, Access access, Medium a
       if (access != Access::kWrite || !plane->covers(range, b)) block.error->raise();
       block.error = nullptr;
     }
-    if (const PlanePart* part = plane->resting(first, end, at)) {
+    const bool in_pieces = plane->apart && end - first > 1 && plane->in_memory(first, end, at);
+    const bool fills = access == Access::kWrite && first + 1 == end && plane->covers(range, first);
+    if (!in_pieces) planes_.open_absent(lock, *plane, first, end, /*zero=*/!fills);
+    if (in_pieces) {
+      if (alone && !plane->prefetched.empty()) prefetches_.drop(*plane, first, end);
+      for (int32_t b = first; b < end; ++b) {
+        if (plane->absent(b)) continue;
+        const PlanePart& part = plane->part_of(b);
+        const int64_t from = std::max(range.begin, part.begin), to = std::min(range.end, plane->blocks[b].end);
+        const int64_t offset = part.memory.storage_offset() + (from - part.begin) * plane->element;
+        lease.pieces_.push_back({from - range.begin, flat_view(part.memory, offset, plane->type, to - from)});
+      }
+      planes_.wait_for_streams(*plane, first, end);
+    } else if (const PlanePart* part = plane->resting(first, end, at)) {
       if (alone && !plane->prefetched.empty()) prefetches_.drop(*plane, first, end);
       const int64_t offset = part->memory.storage_offset() + (range.begin - part->begin) * plane->element;
       lease.data_ = flat_view(part->memory, offset, plane->type, range.numel());
@@ -102,6 +116,7 @@ StagingPtr Leases::copy_of(StorageLock::Held& lock, Plane& plane, plan::Range ra
 
 void Leases::release(Lease& lease) noexcept {
   at::Tensor used = std::move(lease.data_);
+  lease.pieces_.clear();
   const StagingPtr copy = std::move(lease.staging_);
   auto lock = lock_.hold();
   --memory_.events().leases;

@@ -159,9 +159,10 @@ void MetaMemory::set_moment(std::string moment) {
   count_->note();
 }
 
-void MetaMemory::touched(size_t bytes) {
-  if (clock && rates.device_step > 0)
-    clock->compute(static_cast<int64_t>(1e9 * static_cast<double>(bytes) / rates.device_step));
+void MetaMemory::kernel_ran(const char* name, size_t bytes) {
+  if (!clock) return;
+  const double seconds = rates.device_step > 0 ? static_cast<double>(bytes) / rates.device_step : 0.0;
+  clock->kernel(static_cast<int64_t>(1e9 * seconds), name);
 }
 
 int64_t MetaMemory::live() const {
@@ -191,6 +192,17 @@ void MetaMemory::reset_peak() {
   count_->peak = count_->live;
   count_->peaks.clear();
   count_->peaks[count_->moment] = {count_->live, count_->owned};
+}
+
+plan::StepPlan* planned_clock(const c10::Device& device) {
+  const MetaMemory* planned = device.is_meta() ? MetaMemory::installed() : nullptr;
+  return planned ? planned->clock.get() : nullptr;
+}
+
+bool computes_on_host(const c10::Device& device) {
+  if (!device.is_meta()) return device.is_cpu();
+  const plan::StepPlan* clock = planned_clock(device);
+  return in_host_memory(device) || (clock && clock->synchronous());
 }
 
 bool in_host_memory(const c10::Device& device) {

@@ -60,7 +60,7 @@ class MetaMemory {
   plan::PlaceRates rates;
   std::shared_ptr<plan::StepPlan> clock;
   // Tells that a kernel that torch does not see would have read and written `bytes` bytes of the device.
-  void touched(size_t bytes);
+  void kernel_ran(const char* name, size_t bytes);
 
  private:
   struct Block;
@@ -72,8 +72,15 @@ class MetaMemory {
   std::unique_ptr<Maker> maker_;
 };
 
+// The clock of the step that is planned, where `device` is the one that it is planned for; null: the device is real, or
+// nothing takes time. Code that makes the host wait for a real device, and need not for a planned one, tells it so.
+plan::StepPlan* planned_clock(const c10::Device& device);
+
 // Whether tensors of `device` are in the memory of the host, or are planned for it.
 bool in_host_memory(const c10::Device& device);
+
+// Whether the host computes what is asked of `device`: the CPU, and the meta device in a step that is planned for it.
+bool computes_on_host(const c10::Device& device);
 
 // Returns a tensor of `bytes` bytes on the meta device. It is hidden from modes of Python, because a tensor that they
 // see gets a Python object, and threads of the storage could not release that object while they hold its lock.

@@ -43,6 +43,12 @@ const PlanePart* Plane::resting(int32_t first, int32_t end, Medium at) const {
   return part.medium == at && end <= part.end && part.memory.defined() ? &part : nullptr;
 }
 
+bool Plane::in_memory(int32_t first, int32_t end, Medium at) const {
+  for (int32_t b = first; b < end; ++b)
+    if (part_of(b).medium != at) return false;
+  return at <= Medium::kHost;
+}
+
 const at::Tensor* Plane::lasting_of(const PlanePart& part) const {
   for (const Lasting& one : lasting)
     if (one.medium == part.medium && one.first == part.first && one.end == part.end) return &one.memory;
@@ -88,8 +94,11 @@ std::vector<PlanePart> plan_parts(const Plane& plane, const Placement& placement
        {std::make_tuple(0, filed, Medium::kFile), std::make_tuple(filed, shared, placement.rest),
         std::make_tuple(shared, count, placement.work)}) {
     if (first == end) continue;
-    PlanePart part{medium, first, end, plane.blocks[first].begin, plane.bytes(first, end), nullptr, {}};
-    parts.push_back(std::move(part));
+    const int32_t length = plane.apart && medium <= Medium::kHost ? 1 : end - first;
+    for (int32_t b = first; b < end; b += length) {
+      PlanePart part{medium, b, b + length, plane.blocks[b].begin, plane.bytes(b, b + length), nullptr, {}};
+      parts.push_back(std::move(part));
+    }
   }
   return parts;
 }

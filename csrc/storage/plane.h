@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,10 +24,11 @@ struct Block {
   int32_t readers = 0;  // leases and fetches
   bool writer = false;  // a lease, its write back, or a move
   Fences fences;
-  FailurePtr error;  // why it has no contents
+  std::optional<c10::Stream> made_on;  // of a block that lies apart: its memory
+  FailurePtr error;                    // why it has no contents
 };
 
-// Blocks [first, end) rest together.
+// Blocks [first, end) rest together. Without `part`: one block of a plane whose blocks lie apart, which has no memory.
 struct PlanePart {
   Medium medium;
   int32_t first, end;
@@ -71,11 +73,14 @@ struct Plane {
   std::vector<std::string> block_files;  // see PlaneExtras, and the next two
   std::shared_ptr<io::RunFolder> folder;
   int32_t user = 0;
+  bool apart = false;  // see PlaneExtras
 
   // The blocks that a range touches, as [first, end).
   std::pair<int32_t, int32_t> blocks_of(plan::Range range) const;
   int32_t block_count() const { return static_cast<int32_t>(blocks.size()); }
   const PlanePart& part_of(int32_t block) const { return parts[blocks[block].part]; }
+  // Whether the block has no memory, and no contents, now.
+  bool absent(int32_t block) const { return apart && !part_of(block).part; }
   // Gives the blocks to these parts; the old parts are in `next` afterwards.
   void swap_parts(std::vector<PlanePart>& next);
   // A copy of these blocks, without memory yet.
@@ -85,6 +90,8 @@ struct Plane {
   }
   // The part in whose memory all these blocks rest, there; null: they have to be copied.
   const PlanePart* resting(int32_t first, int32_t end, Medium at) const;
+  // Whether these blocks, which lie apart, are in that memory, or will be.
+  bool in_memory(int32_t first, int32_t end, Medium at) const;
   // The lasting view of exactly these blocks there, if there is one.
   const at::Tensor* lasting_of(const PlanePart& part) const;
   int64_t bytes(int32_t first, int32_t end) const {

@@ -63,9 +63,12 @@ void PlaneTable::unmark(Plane& plane, int32_t first, int32_t end, bool alone) {
 }
 
 void PlaneTable::add_fence(Plane& plane, int32_t first, int32_t end) noexcept {
+  FencePtr on_device;  // of all parts there
   for (const PlanePart& part : plane.parts) {
     if (!part.memory.defined() || part.end <= first || part.first >= end) continue;
-    const FencePtr fence = fence_after(part.memory);
+    const bool known = on_device && !part.memory.device().is_cpu();
+    const FencePtr fence = known ? on_device : fence_after(part.memory);
+    if (fence) on_device = fence;
     for (int32_t b = std::max(first, part.first); b < std::min(end, part.end); ++b) plane.blocks[b].fences.add(fence);
   }
 }
@@ -74,7 +77,9 @@ void PlaneTable::wait_for_streams(const Plane& plane, int32_t first, int32_t end
   if (done_on_return(memory_.device_of(Medium::kDevice))) return;
   for (int32_t b = first; b < end; ++b) {
     const at::Tensor& memory = plane.part_of(b).memory;
-    if (memory.defined() && !memory.device().is_cpu()) plane.blocks[b].fences.wait(memory);
+    if (!memory.defined() || memory.device().is_cpu()) continue;
+    plane.blocks[b].fences.wait(memory);
+    if (plane.blocks[b].made_on) wait_for(*plane.blocks[b].made_on, memory);
   }
 }
 
@@ -83,6 +88,11 @@ void PlaneTable::wait_for_streams(const Plane& plane, int32_t first, int32_t end
 void PlaneTable::open_parts(StorageLock::Held& lock, Plane& plane, const Placement& placement,
                             std::vector<PlanePart>& parts) {
   for (PlanePart& part : plan_parts(plane, placement)) {
+    const bool in_memory = plane.apart && part.medium <= Medium::kHost;
+    if (in_memory && (plane.parts.empty() || plane.absent(part.first))) {
+      parts.push_back(std::move(part));
+      continue;
+    }
     PartSpec spec{plane.name, {}, placement, {}, plane.folder};
     for (int32_t b = part.first; b < part.end; ++b) {
       spec.block_bytes.push_back(plane.bytes(b, b + 1));
@@ -110,6 +120,7 @@ void PlaneTable::open_parts(StorageLock::Held& lock, Plane& plane, const Placeme
 
 void PlaneTable::close_parts(Plane& plane, std::vector<PlanePart>& parts) {
   for (PlanePart& part : parts) {
+    if (!part.part) continue;
     memory_.used(part.medium).resting -= part.bytes;
     const at::Tensor* lasting = plane.lasting_of(part);
     if (lasting != nullptr && part.memory.defined() && part.memory.is_alias_of(*lasting) && !plane.removed) {
@@ -118,6 +129,49 @@ void PlaneTable::close_parts(Plane& plane, std::vector<PlanePart>& parts) {
     }
   }
   parts.clear();
+}
+
+bool PlaneTable::open_absent(StorageLock::Held& lock, Plane& plane, int32_t first, int32_t end, bool zero) {
+  bool any = false;
+  for (int32_t b = first; b < end; ++b) {
+    if (!plane.absent(b)) continue;
+    mark(plane, b, b + 1, /*alone=*/false);  // nobody moves it meanwhile
+    PlanePart& part = plane.parts[plane.blocks[b].part];
+    memory_.reserve(lock, part.medium, part.bytes, &MediumUsage::resting, /*may_wait=*/true);
+    lock.unlock();
+    std::unique_ptr<Part> made;
+    try {
+      made = tiers_[static_cast<size_t>(part.medium)]->open({plane.name, {part.bytes}, plane.placement});
+      if (zero) made->memory().zero_();
+    } catch (...) {
+      lock.lock();
+      memory_.used(part.medium).resting -= part.bytes;
+      unmark(plane, b, b + 1, /*alone=*/false);
+      throw;
+    }
+    lock.lock();
+    unmark(plane, b, b + 1, /*alone=*/false);
+    if (part.part) {  // another thread was faster
+      memory_.used(part.medium).resting -= part.bytes;
+      continue;
+    }
+    part.part = std::move(made);
+    part.memory = part.part->memory();
+    if (!done_on_return(part.memory.device()))
+      plane.blocks[b].made_on =
+          c10::impl::VirtualGuardImpl(part.memory.device().type()).getStream(part.memory.device());
+    any = true;
+  }
+  return any;
+}
+
+void PlaneTable::close_block(Plane& plane, int32_t block) {
+  PlanePart& part = plane.parts[plane.blocks[block].part];
+  if (!part.part) return;
+  used_here(part.memory);
+  memory_.used(part.medium).resting -= part.bytes;
+  part.memory.reset();
+  part.part.reset();
 }
 
 // ---- planes -------------------------------------------------------------------------------------------------------
@@ -138,6 +192,7 @@ int32_t PlaneTable::add(std::string name, int64_t numel, at::ScalarType type, co
   plane->block_files = extras.block_files;
   plane->folder = extras.folder;
   plane->user = extras.copies.number;
+  plane->apart = extras.apart;
   if (!plane->block_files.empty() && plane->block_files.size() != plane->blocks.size()) {
     fail(ErrorKind::kValue, "plane '", plane->name, "' has ", plane->blocks.size(), " blocks, and names of ",
          plane->block_files.size(), " files");
@@ -147,7 +202,8 @@ int32_t PlaneTable::add(std::string name, int64_t numel, at::ScalarType type, co
   if (memory.defined()) {
     const bool memory_rests = placement.rest == placement.work && placement.rest <= Medium::kHost &&
                               memory.device() == memory_.device_of(placement.rest);
-    if (memory.numel() != numel || memory.scalar_type() != type || !memory.is_contiguous() || !memory_rests) {
+    if (extras.apart || memory.numel() != numel || memory.scalar_type() != type || !memory.is_contiguous() ||
+        !memory_rests) {
       fail(ErrorKind::kValue, "plane '", plane->name, "' brings memory along: ", numel, " contiguous elements of ",
            c10::toString(type), " that rest on the device or on the host, whole");
     }
@@ -178,12 +234,18 @@ void PlaneTable::remove(int32_t number) {
   plane->folder.reset();
 }
 
-at::Tensor PlaneTable::resident(int32_t number, plan::Range range) {
+at::Tensor PlaneTable::resident(StorageLock::Held& lock, int32_t number, plan::Range range) {
   const PlanePtr plane = find(number, range, Medium::kDevice);
   const auto [first, end] = plane->blocks_of(range);
+  open_absent(lock, *plane, first, end, /*zero=*/true);
   const PlanePart& part = plane->part_of(first);
   if (end > part.end || !part.memory.defined()) {
     fail(ErrorKind::kRuntime, "plane '", plane->name, "' does not rest in memory, whole: acquire leases of it");
+  }
+  if (plane->apart) {
+    wait_for_streams(*plane, first, end);
+    const int64_t offset = part.memory.storage_offset() + (range.begin - part.begin) * plane->element;
+    return flat_view(part.memory, offset, plane->type, range.numel());
   }
   const at::Tensor* found = plane->lasting_of(part);
   if (found == nullptr) {

@@ -22,7 +22,11 @@ class PlaneTable {
               const PlaneExtras& extras);
   // Nobody reads or writes it.
   void remove(int32_t number);
-  at::Tensor resident(int32_t number, plan::Range range);
+  at::Tensor resident(StorageLock::Held& lock, int32_t number, plan::Range range);
+  // Blocks [first, end) that have no memory get some. Returns whether there were any.
+  bool open_absent(StorageLock::Held& lock, Plane& plane, int32_t first, int32_t end, bool zero);
+  // The memory of a block of a plane whose blocks lie apart goes. Nobody reads or writes it.
+  void close_block(Plane& plane, int32_t block);
 
   // `alone`: as a writer; else as one of several readers. Throws where the plane is removed meanwhile.
   void wait_for_blocks(StorageLock::Held& lock, const Plane& plane, int32_t first, int32_t end, bool alone);

@@ -23,6 +23,8 @@ void Prefetches::prefetch(int32_t number, plan::Range range, Medium at) {
   const PlanePtr plane = planes_.find(number, range, at);
   const auto [first, end] = plane->blocks_of(range);
   if (first == end || plane->resting(first, end, at)) return;
+  for (int32_t b = first; b < end; ++b)
+    if (plane->absent(b)) return;
   if (find_copy(*plane, first, end, at) != plane->prefetched.end()) return;
   ++memory_.events().prefetches;
   const auto unusable = [](const Block& block) { return block.writer || block.error; };

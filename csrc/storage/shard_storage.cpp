@@ -13,6 +13,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
   release();
   state_ = std::move(other.state_);
   data_ = std::move(other.data_);
+  pieces_ = std::move(other.pieces_);
   staging_ = std::move(other.staging_);
   plane_ = std::move(other.plane_);
   first_ = other.first_;
@@ -26,6 +27,7 @@ void Lease::release() noexcept {
   const std::shared_ptr<StorageState> state = std::move(state_);
   if (state->owner.here()) return state->leases.release(*this);
   data_.reset();
+  pieces_.clear();
   staging_.reset();
   plane_.reset();
 }
@@ -56,6 +58,7 @@ PlaneId ShardStorage::add(std::string name, int64_t numel, at::ScalarType type, 
 }
 void ShardStorage::remove(PlaneId plane) { state_->remove(plane.number); }
 void ShardStorage::discard(PlaneId plane, plan::Range range) { state_->discard(plane.number, range); }
+bool ShardStorage::occupy(PlaneId plane, plan::Range range) { return state_->occupy(plane.number, range); }
 void ShardStorage::move(const std::vector<PlaneId>& planes, const Placement& placement, bool wait_each) {
   std::vector<int32_t> numbers;
   for (const PlaneId plane : planes) numbers.push_back(plane.number);
@@ -88,16 +91,25 @@ std::optional<Medium> ShardStorage::resting(PlaneId plane, plan::Range range) co
   const PlanePtr found = state_->planes.find(plane.number);
   const auto [first, end] = found->blocks_of(range);
   const PlanePart& part = found->part_of(first);
-  const bool whole = part.memory.defined() && end <= part.end;
+  const bool whole =
+      found->apart ? found->in_memory(first, end, part.medium) : part.memory.defined() && end <= part.end;
   return whole ? std::optional<Medium>(part.medium) : std::nullopt;
 }
-at::Tensor ShardStorage::resident(PlaneId plane) {
+bool ShardStorage::has_memory(PlaneId plane, plan::Range range) const {
   const auto lock = state_->lock.hold();
-  return state_->planes.resident(plane.number, {0, state_->planes.find(plane.number)->numel});
+  const PlanePtr found = state_->planes.find(plane.number);
+  const auto [first, end] = found->blocks_of(range);
+  for (int32_t b = first; b < end; ++b)
+    if (found->absent(b)) return false;
+  return true;
+}
+at::Tensor ShardStorage::resident(PlaneId plane) {
+  auto lock = state_->lock.hold();
+  return state_->planes.resident(lock, plane.number, {0, state_->planes.find(plane.number)->numel});
 }
 at::Tensor ShardStorage::resident(PlaneId plane, plan::Range range) {
-  const auto lock = state_->lock.hold();
-  return state_->planes.resident(plane.number, range);
+  auto lock = state_->lock.hold();
+  return state_->planes.resident(lock, plane.number, range);
 }
 Placement ShardStorage::placement(PlaneId plane) const {
   const auto lock = state_->lock.hold();

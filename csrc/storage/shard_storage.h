@@ -59,6 +59,9 @@ struct PlaneExtras {
   std::vector<std::string> block_files{};
   std::shared_ptr<io::RunFolder> folder{};  // for as long as a block may rest in a file
   ScratchUser copies{};                     // copies of its blocks use the limit and idle memory of this user
+  // Each block has memory of its own, from occupy(), its first lease or its first view until discard(). Without memory
+  // it has no contents; a lease or a view finds zeros.
+  bool apart = false;
 };
 
 // Move only; any thread may release it, and it may outlive the ShardStorage.
@@ -69,9 +72,17 @@ class Lease {
   Lease& operator=(Lease&& other) noexcept;
   ~Lease() { release(); }
 
+  // A piece of a lease of several blocks that lie apart.
+  struct Piece {
+    int64_t begin;  // from this element of the range on
+    at::Tensor data;
+  };
+
   // The range, flat. To be used on the stream that was current when it was acquired, and released on that stream.
-  // Undefined where there is no lease. Not to be used after the release.
+  // The tensor is undefined if there is no lease or if the lease has pieces. It is not to be used after the release.
   const at::Tensor& data() const { return data_; }
+  // The blocks that have memory, of a lease of several blocks of a plane whose blocks lie apart.
+  const std::vector<Piece>& pieces() const { return pieces_; }
   explicit operator bool() const { return state_ != nullptr; }
 
   // Writes changed elements back, and lets others use them. settle() tells later errors.
@@ -82,6 +93,7 @@ class Lease {
   friend class ShardStorage;
   std::shared_ptr<StorageState> state_;
   at::Tensor data_;
+  std::vector<Piece> pieces_;
   std::shared_ptr<Staging> staging_;  // the copy, or the scratch; null: a view of the plane's own memory
   std::shared_ptr<Plane> plane_;      // null: scratch
   int32_t first_ = 0, end_ = 0;       // blocks
@@ -111,8 +123,12 @@ class ShardStorage {
   // Throws what the fetch threw; FileError with offset and bytes for a file. A block whose write back has failed has
   // no contents: every fetch of it throws that failure, until a kWrite lease of all of it.
   Lease acquire(PlaneId plane, plan::Range range, Access access, Medium at);
-  // Nobody needs these blocks again, as far as the range has them whole: a file of theirs goes. Waits for leases.
+  // Nobody needs these blocks again, as far as the range has them whole: a file of theirs goes, and their memory where
+  // they lie apart. Waits for leases. Tensors that others have of that memory keep it.
   void discard(PlaneId plane, plan::Range range);
+  // Blocks that lie apart and have no memory get some, with arbitrary contents. Returns whether there were any.
+  bool occupy(PlaneId plane, plan::Range range);
+  bool has_memory(PlaneId plane, plan::Range range) const;  // no block of the range is without
   // A hint: exactly this range will be acquired at this medium. Dropped where a block is being written, where there is
   // no room, and when somebody changes a block before.
   void prefetch(PlaneId plane, plan::Range range, Medium at);
@@ -120,8 +136,8 @@ class ShardStorage {
   // A lease of exactly this range for reading would wait for no transfer: it rests there, or has been prefetched.
   bool here(PlaneId plane, plan::Range range, Medium at) const;
 
-  // The medium in whose memory all of the range rests, in one piece: a lease of it there is a view. Nothing: wherever
-  // it is acquired, it is a copy.
+  // The medium in whose memory all of the range rests, in one piece or in blocks that lie apart: a lease of it there is
+  // a view, or several. Nothing: wherever it is acquired, it is a copy.
   std::optional<Medium> resting(PlaneId plane, plan::Range range) const;
 
   // Memory for somebody's own use, of no plane; contents are whatever was there.
@@ -142,7 +158,8 @@ class ShardStorage {
   void trim();
 
   // All of the plane, for as long as the plane is here: the tensor stays valid over moves, but while the plane rests
-  // elsewhere it has no memory. Nothing excludes anybody. Fails for a plane that does not rest, whole, in memory.
+  // elsewhere it has no memory. Nothing excludes anybody. Fails for a plane that does not rest, whole, in memory. A
+  // view of blocks that lie apart keeps their memory, which is theirs no longer after a move or discard().
   at::Tensor resident(PlaneId plane);
   // The same of a range that rests in one piece of memory.
   at::Tensor resident(PlaneId plane, plan::Range range);

@@ -7,12 +7,12 @@
 namespace ds::storage {
 namespace {
 
-// Whether tensors that were given out are at their destination already.
+// Whether tensors that were given out, and blocks that lie apart, are at their destination already.
 bool stays(const Plane& plane, const Placement& placement) {
   const std::vector<PlanePart> planned = plan_parts(plane, placement);
-  return !plane.lasting.empty() && planned.size() == plane.parts.size() &&
-         std::equal(planned.begin(), planned.end(), plane.parts.begin(), [](const PlanePart& a, const PlanePart& b) {
-           return a.medium == b.medium && a.first == b.first && a.end == b.end && b.memory.defined();
+  return (plane.apart || !plane.lasting.empty()) && planned.size() == plane.parts.size() &&
+         std::equal(planned.begin(), planned.end(), plane.parts.begin(), [&](const PlanePart& a, const PlanePart& b) {
+           return a.medium == b.medium && a.first == b.first && a.end == b.end && (b.memory.defined() || plane.apart);
          });
 }
 
@@ -50,9 +50,21 @@ void StorageState::discard(int32_t number, plan::Range range) {
   planes.wait_for_blocks(held, *plane, first, end, /*alone=*/true);
   prefetches.drop(*plane, first, end);
   for (int32_t b = first; b < end; ++b) {
+    if (!plane->covers(range, b)) continue;
     const PlanePart& part = plane->part_of(b);
-    if (plane->covers(range, b)) part.part->discard(static_cast<size_t>(b - part.first));
+    if (plane->apart && part.medium <= Medium::kHost) {
+      planes.close_block(*plane, b);
+    } else {
+      part.part->discard(static_cast<size_t>(b - part.first));
+    }
   }
+}
+
+bool StorageState::occupy(int32_t number, plan::Range range) {
+  auto held = lock.hold();
+  const PlanePtr plane = planes.find(number, range, Medium::kDevice);
+  const auto [first, end] = plane->blocks_of(range);
+  return planes.open_absent(held, *plane, first, end, /*zero=*/false);
 }
 
 void StorageState::move(std::vector<int32_t> numbers, const Placement& placement, bool wait_each) {

@@ -15,6 +15,7 @@ struct StorageState {
   void move(std::vector<int32_t> numbers, const Placement& placement, bool wait_each);
   void remove(int32_t number);
   void discard(int32_t number, plan::Range range);
+  bool occupy(int32_t number, plan::Range range);
   // The storage has gone: nobody acquires anything any more. A lease of scratch must not keep the memory of planes.
   void close();
 

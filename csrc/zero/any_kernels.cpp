@@ -2,14 +2,11 @@
 
 #include <ATen/Functions.h>
 #include <ATen/ScalarOps.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <exception>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,9 +15,10 @@
 #include "kernels/adagrad.h"
 #include "kernels/adam.h"
 #include "kernels/code_book.h"
-#include "kernels/lamb.h"
+#include "kernels/onebit_lamb.h"
 #include "kernels/lion.h"
 #include "kernels/sgd.h"
+#include "zero/any_entry.h"
 #include "zero/torch_scratch.h"
 
 // An operation of a formula is one operation of torch, in fp32, so that it is rounded as in kernels/ref: what torch
@@ -34,9 +32,14 @@ const kernels::KernelTable& cpu_library() {
 }
 
 namespace any {
+
+at::Tensor array_at(const void* data, at::ScalarType type, int64_t n, const c10::Device& device) {
+  const auto options = at::TensorOptions().dtype(type).device(device);
+  return at::for_blob(const_cast<void*>(data), {n}).options(options).target_device(device).make_tensor();
+}
+
 namespace {
 
-using kernels::Launch;
 using kernels::Segment;
 using kernels::StepScale;
 using kernels::UpdateArgs;
@@ -50,22 +53,10 @@ constexpr int64_t kMostElementBytes = 64;         // of scratch, for each elemen
 // Errors of this thread: the one since the last call of last_error(), and the text that this call returned.
 thread_local std::string found_failure, told_failure;
 
-// Neither autograd nor autocast sees what a kernel does.
-struct Unobserved {
-  at::AutoDispatchBelowADInplaceOrView no_grad;
-  c10::impl::ExcludeDispatchKeyGuard no_cast{c10::autocast_dispatch_keyset};
-};
-
 at::ScalarType torch_type(DType dtype) {
   constexpr at::ScalarType kNarrow[] = {at::kHalf, at::kBFloat16};
   if (dtype_bytes(dtype) == 2) return kNarrow[dtype == DType::kBF16];
   return dtype == DType::kF64 ? at::kDouble : at::kFloat;
-}
-
-// The device is given: torch can ask the driver of CUDA alone where an address is.
-at::Tensor array_at(const void* data, at::ScalarType type, int64_t n, const c10::Device& device) {
-  const auto options = at::TensorOptions().dtype(type).device(device);
-  return at::for_blob(const_cast<void*>(data), {n}).options(options).target_device(device).make_tensor();
 }
 
 at::Tensor array_from(const void* data, DType dtype, int64_t begin, int64_t n, const c10::Device& device) {
@@ -152,6 +143,13 @@ void copy_or_add(const c10::Device& device, const Launch& launch, void* dst, DTy
   });
 }
 
+void move_all(const c10::Device& device, const Launch& launch, const kernels::Move* moves, size_t count, DType to,
+              DType from, float scale, bool add) {
+  for (size_t i = 0; i < count; ++i)
+    (add ? copy_or_add<true> : copy_or_add<false>)(device, launch, moves[i].to, to, moves[i].from, from, moves[i].numel,
+                                                   scale);
+}
+
 void scale(const c10::Device& device, const Launch& launch, void* data, DType dtype, size_t n, float factor) {
   copy_or_add<false>(device, launch, data, dtype, data, dtype, n, factor);
 }
@@ -168,6 +166,17 @@ void sum_squares(const c10::Device& device, const Launch& launch, const Segment*
     sums.select(0, static_cast<int64_t>(number)).add_(wide.mul_(wide).sum());
   });
   array_at(sum, at::kDouble, 1, device).add_(sums.sum());
+}
+
+void find_nonfinite(const c10::Device& device, const Launch&, const kernels::Checked* arrays, size_t count,
+                    DType dtype) {
+  for (size_t i = 0; i < count; ++i) {
+    if (arrays[i].numel == 0) continue;
+    const at::Tensor x = array_from(arrays[i].data, dtype, 0, static_cast<int64_t>(arrays[i].numel), device);
+    at::Tensor found = array_at(arrays[i].found, at::kInt, 1, device);
+    found.bitwise_or_(at::isnan(x).any().to(at::kInt).mul_(kernels::kFoundNan));
+    found.bitwise_or_(at::isinf(x).any().to(at::kInt).mul_(kernels::kFoundInf));
+  }
 }
 
 // A value of the device on the host, behind all work on the current stream.
@@ -295,7 +304,9 @@ void update_by_host(const c10::Device& device, const kernels::UpdateKernel& kern
   here.grad = fetch(segment.grad, n * dtype_bytes(args.grad_dtype));
   here.lp = fetch(segment.lp, n * dtype_bytes(args.lp_dtype));
   here.scratch = static_cast<float*>(fetch(segment.scratch, n * sizeof(float)));
-  here.sums = static_cast<double*>(fetch(segment.sums, kernels::kLambSums * sizeof(double)));
+  const bool one_bit = std::strncmp(kernel.name, "onebit_lamb", std::strlen("onebit_lamb")) == 0;
+  const size_t sums = one_bit ? kernels::onebit_lamb::kNumbers : kernels::kLambSums;
+  here.sums = static_cast<double*>(fetch(segment.sums, sums * sizeof(double)));
   for (int k = 0; k < kernel.states; ++k) {
     const size_t of_packed = k < 2 ? n : kernels::code_blocks(n) * sizeof(float);
     here.states[k] = fetch(segment.states[k], packed ? of_packed : n * dtype_bytes(args.state_dtype));
@@ -345,23 +356,6 @@ const char* last_error() {
   return told_failure.c_str();
 }
 
-// The entry of a table: `kFunction` on the current device of a type. What it throws is the thread's last error.
-template <c10::DeviceType kType, auto kFunction>
-struct Entry;
-template <c10::DeviceType kType, typename... Args, void (*kFunction)(const c10::Device&, const Launch&, Args...)>
-struct Entry<kType, kFunction> {
-  static void call(const Launch& launch, Args... args) {
-    try {
-      const Unobserved unobserved;
-      kFunction(c10::impl::VirtualGuardImpl(kType).getDevice(), launch, args...);
-    } catch (const c10::Error& error) {
-      found_failure = error.what_without_backtrace();
-    } catch (const std::exception& error) {
-      found_failure = error.what();
-    }
-  }
-};
-
 template <size_t... kType>
 auto make_tables(std::index_sequence<kType...>) {
   const auto table = [](auto type) -> kernels::KernelTable {
@@ -371,6 +365,8 @@ auto make_tables(std::index_sequence<kType...>) {
     made.isa = "operations of torch";
     made.copy = &Entry<kOne, &copy_or_add<false>>::call;
     made.accumulate = &Entry<kOne, &copy_or_add<true>>::call;
+    made.move_all = &Entry<kOne, &move_all>::call;
+    made.find_nonfinite = &Entry<kOne, &find_nonfinite>::call;
     made.sum_squares = &Entry<kOne, &sum_squares>::call;
     made.finish_norm = &Entry<kOne, &finish_norm>::call;
     made.update = &Entry<kOne, &update>::call;
@@ -383,6 +379,9 @@ auto make_tables(std::index_sequence<kType...>) {
 }
 
 }  // namespace
+
+void note_failure(std::string what) { found_failure = std::move(what); }
+
 }  // namespace any
 
 const kernels::KernelTable& any_kernels(c10::DeviceType type) {

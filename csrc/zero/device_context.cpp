@@ -14,6 +14,7 @@
 #include "storage/fence.h"
 #include "storage/meta_memory.h"
 #include "storage/pinned.h"
+#include "zero/any_codes.h"
 #include "zero/any_kernels.h"
 #include "zero/meta_kernels.h"
 #include "zero/torch_compat.h"
@@ -73,7 +74,8 @@ DeviceContext::DeviceContext(c10::Device device, int threads, const kernels::Ker
       threads_(threads),
       may_fail_(may_fail),
       pool_(device.is_cpu() ? std::make_unique<ThreadPool>(threads) : nullptr),
-      table_(&table) {
+      table_(&table),
+      codes_(&codes_of(device, table)) {
   const c10::DeviceGuard current(device_);  // pinned memory, too, opens a context: on this device
   const auto options = at::TensorOptions().device(device_);
   sum_ = at::zeros({3}, options.dtype(at::kDouble));
@@ -163,20 +165,27 @@ at::Tensor DeviceContext::flattened(const at::Tensor& src, at::IntArrayRef sizes
 }
 
 void DeviceContext::post_step_scale() {
+  arrived_ = false;
+  if (const plan::StepPlan* clock = storage::planned_clock(device_)) planned_ = clock->mark();
   if (storage::done_on_return(device_)) return;
   step_scale_host_.copy_(step_scale_, /*non_blocking=*/true);
-  posted_.emplace(device_.type());
+  if (!posted_) posted_.emplace(device_.type());
   posted_->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 kernels::StepScale DeviceContext::read_step_scale() {
   kernels::StepScale result{1.0, 1.0f, 0};
-  if (device_.is_meta()) return result;  // a step that is planned succeeds
+  if (device_.is_meta()) {  // a step that is planned succeeds
+    plan::StepPlan* clock = storage::planned_clock(device_);
+    if (clock && !std::exchange(arrived_, true)) clock->host_waits("norm", planned_);
+    return result;
+  }
   if (device_.is_cpu()) {
     std::memcpy(&result, step_scale_.data_ptr(), sizeof(result));
     return result;
   }
-  if (posted_) compat::synchronize(*posted_);
+  if (!arrived_) compat::synchronize(*posted_);
+  arrived_ = true;
   std::memcpy(&result, step_scale_host_.data_ptr(), sizeof(result));
   return result;
 }

@@ -12,6 +12,7 @@
 
 #include "base/dtype.h"
 #include "base/thread_pool.h"
+#include "kernels/codes.h"
 #include "kernels/table.h"
 #include "zero/torch_scratch.h"
 
@@ -43,6 +44,8 @@ class DeviceContext {
 
   const c10::Device& device() const { return device_; }
   const kernels::KernelTable& table() const { return *table_; }
+  // The kernels of codes, called through run() as the table's are (zero/any_codes.h).
+  const kernels::CodeKernels& codes() const { return *codes_; }
   int threads() const { return threads_; }
 
   // Calls `call(launch)`, which runs entries of the table, on the device's current stream; the caller makes the device
@@ -87,7 +90,8 @@ class DeviceContext {
   at::Tensor failures() const { return sum_.narrow(0, 1, 2); }  // how many ranks have failed, and the sum of rank + 1
   kernels::StepScale* step_scale() const { return static_cast<kernels::StepScale*>(step_scale_.data_ptr()); }
 
-  // Starts to bring *step_scale() to the host; read_step_scale() waits for that, not for later work on the stream.
+  // Starts to bring *step_scale() to the host; the first read_step_scale() waits for that, not for later work on the
+  // stream.
   void post_step_scale();
   kernels::StepScale read_step_scale();
   void set_step_scale(const kernels::StepScale& scale);  // of the host's memory: what another device has found
@@ -109,11 +113,14 @@ class DeviceContext {
   const bool may_fail_;
   std::unique_ptr<ThreadPool> pool_;
   const kernels::KernelTable* table_;
+  const kernels::CodeKernels* codes_;
   at::Tensor sum_, step_scale_, step_scale_host_, reserved_;
   mutable std::mutex mutex_;
   mutable std::string failure_;
   mutable std::atomic<bool> failed_{false};
   std::optional<c10::Event> posted_;
+  int64_t planned_ = 0;  // the mark in place of posted_ in a step that is planned
+  bool arrived_ = true;  // the host has what was posted last
 };
 
 // This rank's share of the number of failed ranks and of the sum of their rank + 1.

@@ -12,6 +12,7 @@
 #include "base/process.h"
 #include "base/ranges.h"
 #include "plan/memory_plan.h"
+#include "storage/meta_memory.h"
 
 namespace ds::zero {
 
@@ -71,7 +72,8 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   made.ranks_of = [this](const ParamSpec& spec) { return spaces_->of(spec.rule, spec.copied_along); };
   int64_t total = 0;
   for (const ParamSpec& param : params) total += param.numel();
-  made.bucket_numel = bucket_limit(options.reducer, total, spaces_->data_parallel()->size());
+  const bool on_host = all_of(params, [](const ParamSpec& param) { return storage::computes_on_host(param.device()); });
+  made.bucket_numel = bucket_limit(options.reducer, total, spaces_->data_parallel()->size(), on_host);
   if (made.policy.shards_states() && !made.policy.shards_params())
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
   if (options.memory && !params.empty()) {
@@ -94,35 +96,29 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   if (made.placements.moves_states())
     made.bucket_numel = std::min({made.bucket_numel, options.swapping.bucket_numel, plan::moved_bucket_limit(total)});
   made.allocate = [this](int64_t bytes, c10::Device device, const comm::CommunicatorPtr& ranks) {
-    peers_.push_back(device.is_cpu() ? ranks->peer_memory(bytes) : nullptr);
-    if (peers_.back()) return peers_.back()->region(ranks->rank());
-    return at::zeros({bytes}, at::TensorOptions().device(device).dtype(at::kByte));
+    return slices_.allocate(bytes, device, ranks);
   };
   return made;
 }
 
-ShardSourcePtr Engine::shard_source() {
-  const comm::CommunicatorPtr& everyone = store_.everyone().shard;
-  SourceParts parts{store_.sharded_params(), {}, store_.storage()};
-  for (const auto& [ranks, params] : store_.sharded_groups()) {
-    const comm::PeerMemoryPtr memory = peers_.empty() ? nullptr : peers_[parts.groups.size()];
-    parts.groups.push_back({ranks.shard, params, memory, ranks});
-  }
-  // The ranks of one group have an answer in common.
-  const bool differ = parts.groups.size() > 1 && everyone->size() > 1;
-  return source_of(std::move(parts), store_.everyone().axes.source, [&](bool here) {
-    if (!differ) return here;
-    const at::Tensor without = at::full({1}, here ? 0 : 1, at::TensorOptions().dtype(at::kInt).device(store_.device()));
-    everyone->all_reduce(without, comm::ReduceOp::kSum, "whether ranks share memory")->wait();
-    return without.item<int>() == 0;
-  });
+namespace {
+
+// Frozen slices rest as codes before they get memory.
+std::vector<ShardedParamPtr> others_of(std::vector<ShardedParamPtr> others, const EngineOptions& options) {
+  if (!options.codes_frozen || others.empty()) return others;
+  const SliceCodecPtr codec = SliceCodec::resting(others.front()->device(), options.threads);
+  for (const ShardedParamPtr& other : others) other->rest_as_codes(codec);
+  return others;
 }
+
+}  // namespace
 
 Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
                MeshSpacesPtr spaces, std::shared_ptr<Window> window)
     : policy_(options.policy),
       spaces_(std::move(spaces)),
-      store_(params, store_options(params, options), std::move(others)),
+      slices_(options.codes_weights, options.threads),
+      store_(params, store_options(params, options), others_of(std::move(others), options)),
       device_(store_.device(), options.threads, options.kernels),
       grads_(store_, device_, options.reducer),
       stepper_(store_, device_, options.gather),
@@ -142,22 +138,26 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
   meet_where_files_are();
   backward_.window()->facts().each_micro_step = policy_.reduce == ReduceAt::kMicroStep;
   grads_.tell(strategy_->arrivals());
+  grads_.ask_local([this] { return stepper_.compressed().local(); });
   stepper_.set_beside(strategy_->runs_beside());
   if (!policy_.shards_params()) return;
   const auto sharded = store_.sharded_params();
-  auto source = shard_source();
+  const SliceCopierPtr copies = slices_.make_copies(store_);
+  auto source = slices_.source(store_);
   grads_.options().waits = !source->looks_ahead();
   GathererOptions gathering = options.gatherer;
   gathering.clock = store_.storage()->clock();
   gathering.keeps_writes = true;
   gathering.on_failure = [this](const std::exception& error) { tell_others(error); };
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), std::move(gathering));
-  grads_.agreement().ask([this, alike = store_.sharded_groups().front().second](bool all) {
-    return written_values(*gatherer_, alike, all);
-  });
+  gatherer_->use_copies(copies);
+  std::vector<ShardedParamPtr> alike;
+  for (const ShardedGroup& group : store_.sharded_groups())
+    if (same_ranks(group.ranks.shard, store_.everyone().shard)) append(alike, group.params);
+  grads_.agreement().ask([this, alike](bool all) { return written_values(*gatherer_, alike, all); });
   gatherer_->release_all();
-  gatherer_->source().before_write();
-  gatherer_->source().after_write();  // the shards have their values
+  gatherer_->before_change();
+  gatherer_->publish(/*renew=*/true);  // the shards have their values
   gatherer_->mark_persistent();
 }
 
@@ -216,9 +216,11 @@ void restore_grads(ParamStore& store, const GradReducer& grads, StateAccess& sta
 
 StepReport Engine::make_step(const StepInputs& inputs) {
   backward_.finish();
+  if (gatherer_) gatherer_->settle_copies();
   writes_.bring_home();
   stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check);
-  if (inputs.before_update && !(inputs.check && stepper_.report().skipped)) inputs.before_update();
+  const bool known_skipped = inputs.norm_first && inputs.check && stepper_.report().skipped;
+  if (inputs.before_update && !known_skipped) inputs.before_update();
   states_.hold().wait();
   writes_.adopt();  // after the norm no rank reads slices any more
   if (!inputs.outside) {
@@ -270,12 +272,7 @@ std::vector<std::pair<std::string, std::string>> Engine::nonfinite_grads() {
   for (const Piece& piece : store_.pieces()) {
     if (!grads_.used(piece.param)) continue;
     const ParamSpace& space = store_.spaces()[piece.space];
-    storage::Lease lease;  // of gradients that may be anywhere
-    if (!space.grad.data.defined()) {
-      const int64_t begin = space.offset_in(space.grad, space.map.extents[piece.extent]);
-      lease = store_.lease(space.grad, {begin, begin + piece.numel}, storage::Access::kRead);
-    }
-    const at::Tensor grad = lease ? lease.data() : store_.piece_view(piece, space.grad);
+    const auto [lease, grad] = store_.piece_lease(piece, space.grad, storage::Access::kRead);  // it may be anywhere
     if (!at::isfinite(grad).all().item<bool>())
       found.emplace_back(store_.spec(piece.param).name, at::isnan(grad).any().item<bool>() ? "nan" : "inf");
   }
@@ -292,6 +289,15 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
   }
 }
 
+void Engine::code_frozen() {
+  failures_.guard([&] {
+    if (!gatherer_) return;
+    WriteScope scope(states_);
+    slices_.code_frozen(store_, *gatherer_, [this] { writes_.adopt(); });
+    scope.close();
+  });
+}
+
 void Engine::set_rules(std::vector<const optim::Rule*> by_group) {
   for (const optim::Rule* rule : by_group) strategy_->check(*rule);
   stepper_.set_rules(std::move(by_group));
@@ -299,6 +305,8 @@ void Engine::set_rules(std::vector<const optim::Rule*> by_group) {
 
 void Engine::expect(const StepInputs& inputs) {
   failures_.guard([&] {
+    stepper_.compressed().expect(inputs.hyper);
+    if (!strategy_->expects()) return;
     writes_.bring_home();
     if (!policy_.shards_params()) writes_.adopt();
     strategy_->expect(inputs);

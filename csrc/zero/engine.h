@@ -9,6 +9,7 @@
 
 #include "zero/gradients/backward_session.h"
 #include "zero/engine_options.h"
+#include "zero/gathers/slice_memory.h"
 #include "zero/spaces/mesh_spaces.h"
 #include "zero/rank_failures.h"
 #include "zero/states/state_access.h"
@@ -40,6 +41,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void clear_grads();  // the gradients of the step to come are dropped, and what was made of them ahead of it
 
   void broadcast(const std::vector<at::Tensor>& tensors, int root);
+  // Parameters that are not trained rest as codes from now on, with decoded values as their values; frozen ones that
+  // the optimizer has take such values. All ranks.
+  void code_frozen();
   void release();  // hooks off, parameters in memory of their own; the engine can only be destroyed after this
 
   BackwardSession& backward() { return backward_; }
@@ -56,7 +60,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const MeshSpaces& spaces() const { return *spaces_; }
 
  private:
-  ShardSourcePtr shard_source();
   void meet_where_files_are() const;
   StepReport make_step(const StepInputs& inputs);
   void tell_others(const std::exception& error) const;
@@ -66,7 +69,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const StagePolicy policy_;
   const MeshSpacesPtr spaces_;
   const RankFailures failures_{[this](const std::exception& error) { tell_others(error); }};
-  std::vector<comm::PeerMemoryPtr> peers_;  // of each group of the store's sharded parameters
+  SliceMemory slices_;
   ParamStore store_;
   DeviceContext device_;
   GradReducer grads_;

@@ -215,6 +215,12 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
   options.reducer.bucket_numel = key<int64_t>(config, zero + "reduce_bucket_size");
   options.reducer.overlap = !switched_off(config, "zero_optimization", "overlap_comm");
   options.reducer.scatter = key<bool>(config, zero + "reduce_scatter");
+  options.reducer.blocks = key<bool>(config, zero + "zero_quantized_gradients");
+  options.reducer.block_errors = !key_value(config, zero + "zeropp_loco_param").is_null();
+  if (options.reducer.block_errors) {
+    options.reducer.block_error_beta = static_cast<float>(key<double>(config, zero + "zeropp_loco_param.err_beta"));
+    options.reducer.block_reset_steps = key<int64_t>(config, zero + "zeropp_loco_param.reset_T");
+  }
   options.reducer.comm_dtype = dtype_key(
       config, sequence_ranks(config) > 1 ? "seq_parallel_communication_data_type" : "communication_data_type");
   const bool checks = key<bool>(config, "fp16.enabled") ||
@@ -231,6 +237,8 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
   options.gatherer.persistence_numel = key<int64_t>(config, zero + "stage3_param_persistence_threshold");
   options.gatherer.model_persistence_numel = key<int64_t>(config, zero + "stage3_model_persistence_threshold");
   options.gatherer.prefetch_numel = key<int64_t>(config, zero + "stage3_prefetch_bucket_size");
+  options.codes_weights = facts.codes_weights || key<bool>(config, zero + "zero_quantized_weights");
+  options.codes_frozen = facts.codes_frozen || key<bool>(config, zero + "zero_quantized_nontrainable_weights");
   place_states(config, facts.job_rank, options);
   read_auto_placement(config, facts.job_rank, options);
   choose_strategy(config, facts, options);

@@ -28,6 +28,7 @@ struct RunFacts {
   c10::optional<at::ScalarType> grad_dtype;  // in which gradients are kept and added up; unset: the parameter's own
   int job_rank = 0;                          // this one, of all
   OptimizerRules rules{};
+  bool codes_weights = false, codes_frozen = false;  // asked for beside the configuration (zero.Init)
 };
 
 struct EngineOptions {
@@ -47,6 +48,8 @@ struct EngineOptions {
   StrategyOptions step;                           // of that strategy
   int64_t allgather_bucket_numel = INT64_MAX;     // limit of a gather after the step
   GathererOptions gatherer;                       // stage 3
+  bool codes_weights = false;                     // stage 3: slices travel as codes (ZeRO++ qwZ)
+  bool codes_frozen = false;                      // stage 3: slices that are not trained rest as codes (MixZ++)
   const kernels::KernelTable* kernels = nullptr;  // other kernels than the device's, which may fail: for tests
 };
 

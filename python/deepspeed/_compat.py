@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.cuda import amp as cuda_amp  # two decorators, of every device on torch 1.13
 
-TORCH2 = int(torch.__version__.split(".")[0]) >= 2
+VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+TORCH2 = VERSION >= (2, 0)
 # The C++ standard of torch's headers.
-CXX_STANDARD = 20 if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 14) else 17
+CXX_STANDARD = 20 if VERSION >= (2, 14) else 17
 
 
 def named_parameters(module):

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "../cpp/kernels/cuda_on_cpu/on_cpu.h"
+#include "counts.h"
 #include "kernels.h"
 #include "memory.h"
 #include "standin.h"
@@ -15,6 +16,7 @@ namespace standin {
 namespace {
 
 decltype(&ds_cuda_on_cpu_accesses) accesses_of_work = nullptr;
+decltype(&ds_cuda_on_cpu_drop) drop = nullptr;
 
 struct Launched {
   void (*run)(void*);
@@ -43,6 +45,11 @@ void run_launched(void* launched) {
 }
 
 const char* queue(void* stream, void (*run)(void*), void* work) {
+  if (runs_nothing()) {
+    count(Count::kKernels);
+    drop(work);
+    return nullptr;
+  }
   auto launched = std::make_unique<Launched>(Launched{run, work});
   const char* error = standin_launch(stream, "of CUDA", &run_launched, launched.get());
   if (!error) launched.release();
@@ -57,7 +64,8 @@ const char* queue(void* stream, void (*run)(void*), void* work) {
   const auto set_runner =
       reinterpret_cast<decltype(&ds_cuda_on_cpu_set_runner)>(dlsym(library, "ds_cuda_on_cpu_set_runner"));
   accesses_of_work = reinterpret_cast<decltype(&ds_cuda_on_cpu_accesses)>(dlsym(library, "ds_cuda_on_cpu_accesses"));
-  if (set_runner && accesses_of_work) set_runner(&queue);
+  drop = reinterpret_cast<decltype(&ds_cuda_on_cpu_drop)>(dlsym(library, "ds_cuda_on_cpu_drop"));
+  if (set_runner && accesses_of_work && drop) set_runner(&queue);
   return set_runner != nullptr;
 }();
 

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "counts.h"
 #include "memory.h"
 #include "standin.h"
 
@@ -79,9 +80,12 @@ class Guard : public c10::impl::DeviceGuardImplInterface {
     return exchange_stream(stream_of(stream)).c10();
   }
   bool queryStream(const c10::Stream& stream) const override {
-    return waits(kStandinHostWait).passed([&] { return passed(mark(stream_of(stream))); });
+    const bool now = waits(kStandinHostWait).passed([&] { return passed(mark(stream_of(stream))); });
+    if (now) count(Count::kPolls);
+    return now;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    count_host_wait(/*copies=*/false);
     if (!waits(kStandinHostWait).is_left_out()) wait_on_host(mark(stream_of(stream)));
   }
 
@@ -93,14 +97,23 @@ class Guard : public c10::impl::DeviceGuardImplInterface {
     *static_cast<Mark*>(*event) = standin::record(stream_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
+    count(Count::kStreamWaits);
     if (event && !waits(kStandinStreamWait).is_left_out()) wait(stream_of(stream), *static_cast<Mark*>(event));
   }
   bool queryEvent(void* event) const override {
-    return !event || waits(kStandinHostWait).passed([&] { return passed(*static_cast<Mark*>(event)); });
+    const bool now = reached(event);
+    if (now) count(Count::kPolls);
+    return now;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    count(Count::kKeptMemory);
     if (!waits(kStandinKeptMemory).is_left_out()) also_used_by(memory.get(), stream_of(stream));
+  }
+
+ protected:
+  static bool reached(void* event) {
+    return !event || waits(kStandinHostWait).passed([&] { return passed(*static_cast<Mark*>(event)); });
   }
 
  private:

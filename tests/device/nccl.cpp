@@ -8,6 +8,7 @@
 #include <map>
 
 #include "../cpp/comm/fake_nccl/fake_nccl.h"
+#include "counts.h"
 #include "memory.h"
 #include "standin.h"
 
@@ -79,9 +80,10 @@ void queue(void* on, const fake_nccl::Range* ranges, size_t count, void (*run)(v
     const auto* begin = static_cast<const char*>(ranges[i].memory);
     if (mapping_of(begin)) accesses.push_back({begin, begin + ranges[i].bytes, ranges[i].written != 0});
   }
+  standin::count(Count::kCollectives);
   Stream& stream = given(on);
   pending().add(stream, number, [&] {
-    return submit(stream, "NCCL", std::move(accesses), [=, device = stream.device] {
+    return submit_always(stream, "NCCL", std::move(accesses), [=, device = stream.device] {
       run(operation);
       pending().remove({device, number});
     });

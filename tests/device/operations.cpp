@@ -7,7 +7,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <unordered_map>
+
+#include "counts.h"
 #include "device.h"
+#include "shapes.h"
 #include "tensors.h"
 
 namespace standin {
@@ -95,11 +99,28 @@ void with_generator(at::Generator source, const std::function<void()>& work) {
   cpu.set_state(before);
 }
 
+// Facts of the schema of an operation, found out once.
+struct Facts {
+  explicit Facts(const c10::OperatorHandle& op) : has_meta(op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) {
+    for (const c10::Argument& argument : op.schema().arguments())
+      takes_generator = takes_generator || argument.type()->str().find("Generator") != std::string::npos;
+    for (const c10::Argument& result : op.schema().returns())
+      gives_tensors = gives_tensors && (result.type()->str() == "Tensor" || result.type()->str() == "Tensor[]");
+  }
+  static const Facts& of(const c10::OperatorHandle& op) {
+    static thread_local std::unordered_map<const c10::FunctionSchema*, Facts> all;
+    return all.try_emplace(&op.schema(), op).first->second;
+  }
+
+  bool has_meta, takes_generator = false, gives_tensors = true;
+};
+
 class Call {
  public:
   Call(const c10::OperatorHandle& op, const Stack& stack)
       : op_(op),
         schema_(op.schema()),
+        facts_(Facts::of(op)),
         arguments_(stack.end() - static_cast<ptrdiff_t>(schema_.arguments().size()), stack.end()) {
     find_device();
     find_generator();
@@ -110,7 +131,7 @@ class Call {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     Stream& stream = current_stream(device_.index());
     for_each_argument([&](const at::Tensor& tensor, bool write) {
-      if (on_device(tensor)) add_access(accesses_, tensor, write);
+      if (on_device(tensor)) use(tensor, write);
       TORCH_CHECK(on_device(tensor) || !write, schema_.name(), " has inputs on ", device_, " and an output on ",
                   tensor.device());
     });
@@ -122,6 +143,11 @@ class Call {
   }
 
  private:
+  void use(const at::Tensor& tensor, bool write) {
+    if (tensor.defined()) bytes_ += tensor.nbytes();
+    if (!runs_nothing()) add_access(accesses_, tensor, write);
+  }
+
   template <class Visit>
   void for_each_argument(const Visit& visit) {
     for (size_t i = 0; i < arguments_.size(); ++i)
@@ -163,8 +189,7 @@ class Call {
                   ", the tensor is on ", device_);
       value = IValue();
     }
-    for (const c10::Argument& argument : schema_.arguments())
-      takes = takes || argument.type()->str().find("Generator") != std::string::npos;
+    takes = takes || facts_.takes_generator;
     if (takes && !generator_.defined()) generator_ = default_generator(device_.index());
   }
 
@@ -191,21 +216,23 @@ class Call {
   c10::optional<Stack> infer() {
     if (has_outputs())
       return Stack(arguments_.end() - static_cast<ptrdiff_t>(schema_.returns().size()), arguments_.end());
-    if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return c10::nullopt;
-    for (const c10::Argument& result : schema_.returns())
-      if (result.type()->str() != "Tensor" && result.type()->str() != "Tensor[]") return c10::nullopt;
-    Stack meta;
-    for (const IValue& value : arguments_)
-      meta.push_back(value.isDevice() ? IValue(c10::Device(c10::kMeta)) : each_tensor(value, meta_of));
-    const Stack meta_arguments = meta;
-    try {
-      op_.callBoxed(meta);
-    } catch (const std::exception&) {
-      return c10::nullopt;
+    if (!facts_.has_meta || !facts_.gives_tensors) return c10::nullopt;
+    c10::optional<Stack> known;
+    if (schema_.overload_name().empty()) known = known_results(schema_.name(), arguments_);
+    Stack meta = known ? std::move(*known) : Stack();
+    if (!known) {
+      for (const IValue& value : arguments_)
+        meta.push_back(value.isDevice() ? IValue(c10::Device(c10::kMeta)) : each_tensor(value, meta_of));
+      const Stack meta_arguments = meta;
+      try {
+        op_.callBoxed(meta);
+      } catch (const std::exception&) {
+        return c10::nullopt;
+      }
+      for (size_t i = 0; i < arguments_.size(); ++i)
+        if (written(schema_.arguments()[i]) && arguments_[i].isTensor() && arguments_[i].toTensor().defined())
+          fit(arguments_[i].toTensor(), meta_arguments[i].toTensor());
     }
-    for (size_t i = 0; i < arguments_.size(); ++i)
-      if (written(schema_.arguments()[i]) && arguments_[i].isTensor() && arguments_[i].toTensor().defined())
-        fit(arguments_[i].toTensor(), meta_arguments[i].toTensor());
     Stack results;
     for (size_t i = 0; i < meta.size(); ++i) results.push_back(result(schema_.returns()[i], meta[i]));
     return results;
@@ -216,8 +243,8 @@ class Call {
   bool has_outputs() {
     const std::string& name = schema_.overload_name();
     const size_t count = schema_.returns().size();
-    if (name.size() < 3 || name.substr(name.size() - 3) != "out" || count == 0 || count > arguments_.size())
-      return false;
+    const bool out = name == "grad_input" || (name.size() >= 3 && name.substr(name.size() - 3) == "out");
+    if (!out || count == 0 || count > arguments_.size()) return false;
     for (size_t i = arguments_.size() - count; i < arguments_.size(); ++i)
       if (!arguments_[i].isTensor() || !written(schema_.arguments()[i]) || !arguments_[i].toTensor().defined() ||
           arguments_[i].toTensor().numel() == 0)
@@ -229,7 +256,7 @@ class Call {
     if (tensor.sizes() == meta.sizes()) return;
     standin::resize(tensor, meta.sizes(), c10::nullopt);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
-    add_access(accesses_, tensor, true);
+    use(tensor, true);
   }
 
   // The Meta kernels of norms give means in fp32, as on CUDA; on the CPU they have the dtype of the weights.
@@ -251,7 +278,7 @@ class Call {
       });
       for (const at::Tensor& tensor : tensors_of(made)) {
         fresh_.push_back(tensor);
-        add_access(accesses_, tensor, true);
+        use(tensor, true);
       }
       return made;
     }
@@ -264,6 +291,8 @@ class Call {
   }
 
   void queue(Stream& stream) {
+    count(Count::kOperations);
+    if (runs_nothing() && bytes_ > kDecided) return;
     Stack cpu = cpu_arguments([](const at::Tensor& tensor, bool) { return opened(tensor); });
     std::vector<at::Tensor> outputs;
     for (const at::Tensor& tensor : fresh_) outputs.push_back(tensor.defined() ? opened(tensor) : tensor);
@@ -273,6 +302,7 @@ class Call {
       op.callBoxed(cpu);
       keep(cpu, outputs, op.schema());
     };
+    if (runs_nothing()) return work();
     if (!generator_.defined())
       return static_cast<void>(submit(stream, schema_.name(), std::move(accesses_), std::move(work)));
     submit(stream, schema_.name(), std::move(accesses_),
@@ -281,6 +311,9 @@ class Call {
   }
 
   Stack run_now(Stream& stream) {
+    count(Count::kOperations);
+    if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output))
+      count_host_wait(/*copies=*/false);
     submit(stream, schema_.name(), std::move(accesses_), [] {});
     wait_on_host(mark(stream));
     // Outputs may change their size, which memory of the stand-in cannot.
@@ -294,7 +327,7 @@ class Call {
       const std::vector<at::Tensor> targets = tensors_of(arguments_[i]), sources = tensors_of(cpu[i]);
       for (size_t j = 0; j < targets.size(); ++j) {
         if (targets[j].sizes() != sources[j].sizes()) standin::resize(targets[j], sources[j].sizes(), c10::nullopt);
-        at::Tensor(targets[j]).copy_(sources[j]);
+        if (sources[j].numel() > 0) standin::copy(targets[j], sources[j], /*wait=*/true);
       }
     }
     Stack results;
@@ -308,7 +341,7 @@ class Call {
       }
       results.push_back(each_tensor(returned[i], [&](const at::Tensor& tensor) {
         at::Tensor made = new_tensor(tensor.sizes(), tensor.strides(), tensor.scalar_type(), device_);
-        made.copy_(tensor);
+        if (tensor.numel() > 0) standin::copy(made, tensor, /*wait=*/true);
         return made;
       }));
     }
@@ -317,10 +350,12 @@ class Call {
 
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
+  const Facts& facts_;
   Stack arguments_;
   c10::Device device_{c10::kPrivateUse1, 0};
   at::Generator generator_;  // undefined: the operation draws no random numbers
   std::vector<Access> accesses_;
+  size_t bytes_ = 0;               // of devices, that the operation uses
   std::vector<at::Tensor> fresh_;  // made for results, in their order
   bool is_view_ = false;
 };

@@ -44,7 +44,7 @@ DS_VISIBLE const char* standin_launch(void* stream, const char* name, void (*ker
 
 DS_VISIBLE void standin_fail(const char* what) { TORCH_CHECK(false, what); }
 
-DS_VISIBLE void standin_choose(uint64_t seed, int lazy) { standin::choose(seed, lazy != 0); }
+DS_VISIBLE void standin_choose(uint64_t seed, int mode) { standin::choose(seed, static_cast<StandinMode>(mode)); }
 
 DS_VISIBLE void standin_leave_out(StandinWait kind, int number) { standin::waits(kind).leave_out(number); }
 

@@ -3,13 +3,17 @@
     import standin
     standin.load()                        # torch.device("standin:0") and "standin:1", the module torch.standin
     standin.choose(seed=7, lazy=True)     # how queued work is put off; seed 0: not at all
+    standin.choose(null=True)             # queued work does not run: a program takes the time of its host alone
+    standin.reset_counts()                # ... a step ...
+    standin.counts()                      # what it has asked of the devices: {"operations": 12, "host waits": 1, ...}
     with standin.no_faults():             # raises where the order of operations has a fault
         ...
     set_accelerator(standin.Standin_Accelerator())
 
-DS_STANDIN_SEED, DS_STANDIN_MODE (lazy), DS_STANDIN_MEMORY (bytes of a device) and DS_STANDIN_STACKS (python: stacks of
-Python beside those of C++) say the same for a whole process. DS_STANDIN_KERNELS=standin_kernels.library_path() gives it
-the CUDA kernels, DS_STANDIN_NCCL=fake_nccl.build(folder) a library with NCCL's interface, which engines then call.
+DS_STANDIN_SEED, DS_STANDIN_MODE (lazy or null), DS_STANDIN_MEMORY (bytes of a device) and DS_STANDIN_STACKS (python:
+stacks of Python beside those of C++) say the same for a whole process.
+DS_STANDIN_KERNELS=standin_kernels.library_path() gives it the CUDA kernels, DS_STANDIN_NCCL=fake_nccl.build(folder) a
+library with NCCL's interface, which engines then call.
 tests/device/*.h says what the device does.
 """
 
@@ -54,6 +58,8 @@ def load():
     _library.standin_fault.restype = _library.standin_launch.restype = ctypes.c_char_p
     _library.standin_place.restype = _library.standin_use_nccl.restype = ctypes.c_char_p
     _library.standin_choose.argtypes = (ctypes.c_uint64, ctypes.c_int)
+    _library.standin_count_name.restype = _library.standin_host_wait.restype = ctypes.c_char_p
+    _library.standin_count.restype = ctypes.c_uint64
     _library.standin_limit.argtypes = (ctypes.c_int, ctypes.c_size_t)
     _library.standin_launch.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
     torch._register_device_module("standin", _module())
@@ -63,9 +69,31 @@ def load():
     return _library
 
 
-def choose(seed=0, lazy=False):
-    """Sets the delay of operations that are queued from now on."""
-    load().standin_choose(seed, int(lazy))
+def choose(seed=0, lazy=False, null=False):
+    """Sets the delay of operations that are queued from now on. ``null``: they do not run, so that values are whatever
+    is in memory, and nothing is checked; numbers by which programs decide are small, and run in the call."""
+    load().standin_choose(seed, 2 if null else int(lazy))
+
+
+def counts():
+    """Counts of calls of the code under test since the last ``reset_counts``, by the names of counts.h."""
+    library, found = load(), {}
+    while name := library.standin_count_name(len(found)):
+        found[name.decode()] = library.standin_count(len(found))
+    return found
+
+
+def reset_counts(stacks=False):
+    """Counts from now on. ``stacks``: ``host_waits`` knows the stacks of the waits that follow."""
+    load().standin_reset_counts(int(stacks))
+
+
+def host_waits():
+    """The stack of each wait of the host since ``reset_counts(stacks=True)``."""
+    found = []
+    while text := load().standin_host_wait(len(found)):
+        found.append(text.decode())
+    return found
 
 
 def limit(size, device=0):

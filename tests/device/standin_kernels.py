@@ -15,7 +15,7 @@ import torch
 from deepspeed.env_report.native import LIB_DIR
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # by the numbers of base/dtype.h
-ABIS = {"": 4, "route_": 1, "attention_": 2}
+ABIS = {"": 5, "route_": 1, "attention_": 2}
 SIZES = (0, 1, 33, 2100)
 _POINTER, _SIZE, _DTYPE, _FLOAT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32, ctypes.c_float
 _RULES = ("adam", "adam8bit", "adagrad", "lamb_moments", "lamb", "lion", "muon_momentum", "muon", "sgd")
@@ -32,6 +32,8 @@ def _struct(title, /, **fields):
 
 Launch = _struct("Launch", pool=_POINTER, stream=_POINTER, scratch=_POINTER)
 Segment = _struct("Segment", data=_POINTER, numel=_SIZE)
+Checked = _struct("Checked", data=_POINTER, numel=_SIZE, found=_POINTER)
+Move = _struct("Move", to=_POINTER, source=_POINTER, numel=_SIZE)
 UpdateKernel = _struct("UpdateKernel", name=ctypes.c_char_p, states=ctypes.c_int, constants_bytes=_SIZE)
 UpdateSegment = _struct(
     "UpdateSegment", master=_POINTER, states=_POINTER * 4, grad=_POINTER, lp=_POINTER, numel=_SIZE, scratch=_POINTER,
@@ -77,6 +79,8 @@ ENTRIES = {
         "last_error": [ctypes.c_char_p],
         "device_error": [ctypes.c_char_p],
         "column_sums": (_POINTER, _DTYPE, _SIZE, _SIZE, _SIZE, _POINTER),
+        "move_all": (ctypes.POINTER(Move), _SIZE, _DTYPE, _DTYPE, _FLOAT, ctypes.c_bool),
+        "find_nonfinite": (ctypes.POINTER(Checked), _SIZE, _DTYPE),
     },
     "route_": {
         "topk_gate": (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER),
@@ -209,6 +213,9 @@ def _elements(t):
             t.call("copy", same, source, data, source, size, 1.0)
             t.call("accumulate", out, to, data, source, size, 0.3)
             t.call("scale", out, to, size, 0.7)
+            moves = (Move * 2)(Move(out.data_ptr(), same.data_ptr(), size // 3),
+                               Move(out[size // 2 :].data_ptr(), same.data_ptr(), size - size // 2))  # fmt: skip
+            t.call("move_all", moves, 2, to, source, 0.5, True)
             sums = t.random(7, dtype=torch.float64, seed=4)
             t.call("column_sums", data, source, size, 3, 7, sums)
             yield f"accumulate, scale and column_sums {size} {to} {source}", [same, out, sums]
@@ -221,6 +228,13 @@ def _sums(t):
         total, found = t.random(1, dtype=torch.float64).zero_(), t.random(2, dtype=torch.float64)
         t.call("sum_squares", segments, len(data), dtype, total)
         t.call("finish_norm", total, None, 2.0, 1.5, True, found)
+        data[1][:1], data[2][-1:] = float("inf"), float("nan")
+        bits = t.make(torch.zeros(len(data), dtype=torch.int32))
+        checked = (Checked * len(data))(
+            *[Checked(one.data_ptr(), one.numel(), bits[i:].data_ptr()) for i, one in enumerate(data)]
+        )
+        t.call("find_nonfinite", checked, len(data), dtype)
+        yield f"find_nonfinite {dtype}", [bits]
         yield f"sum_squares and finish_norm {dtype}", [total, found]
 
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdlib>
 
+#include "counts.h"
 #include "kernels.h"
 #include "memory.h"
 #include "nccl.h"
@@ -20,10 +21,12 @@ constexpr size_t kPool = 32;
 
 struct Choices {
   std::atomic<uint64_t> seed{0};
-  std::atomic<bool> lazy{false};
+  std::atomic<StandinMode> mode{kStandinAtOnce};
   Choices() {
     if (const char* text = std::getenv("DS_STANDIN_SEED")) seed = std::strtoull(text, nullptr, 10);
-    if (const char* text = std::getenv("DS_STANDIN_MODE")) lazy = std::string(text) == "lazy";
+    const char* text = std::getenv("DS_STANDIN_MODE");
+    const std::string name = text ? text : "";
+    mode = name == "lazy" ? kStandinLazy : name == "null" ? kStandinNull : kStandinAtOnce;
   }
 };
 
@@ -95,7 +98,7 @@ bool Stream::done(uint64_t operation) {
 
 void Stream::put_off(std::unique_lock<std::mutex>& lock, const Work& work) {
   const uint64_t chance = drawn(number, work.operation);
-  if (choices().lazy) {
+  if (choices().mode == kStandinLazy) {
     const auto until = work.queued + microseconds(1000 + chance % 4000);
     changed_.wait_until(lock, until, [&] { return hurried_ >= work.operation || ended_; });
   } else if (choices().seed != 0 && chance % 8 == 0) {
@@ -191,6 +194,10 @@ std::shared_ptr<Operation> next_operation(Stream& stream, std::string name, Stac
 }  // namespace
 
 uint64_t submit(Stream& stream, std::string name, std::vector<Access> accesses, std::function<void()> work) {
+  return runs_nothing() ? 0 : submit_always(stream, std::move(name), std::move(accesses), std::move(work));
+}
+
+uint64_t submit_always(Stream& stream, std::string name, std::vector<Access> accesses, std::function<void()> work) {
   const int threads = at::get_num_threads();
   const Stack stack = Stack::here();
   uint64_t number = 0;
@@ -198,8 +205,10 @@ uint64_t submit(Stream& stream, std::string name, std::vector<Access> accesses, 
     const std::lock_guard lock(order().mutex);
     const OperationPtr operation = next_operation(stream, std::move(name), stack);
     number = operation->number;
-    order().check(operation, accesses);
-    pinned_memory().close(operation, accesses);
+    if (!runs_nothing()) {
+      order().check(operation, accesses);
+      pinned_memory().close(operation, accesses);
+    }
     stream.push(number, true, [threads, work = std::move(work)] {
       if (at::get_num_threads() != threads) at::set_num_threads(threads);
       work();
@@ -214,6 +223,8 @@ void submit_kernel(Stream& stream, std::string name, std::function<void()> kerne
               " is launched on a stream of standin:", static_cast<int>(stream.device),
               " while standin:", static_cast<int>(current_device()),
               " is the current device: set a guard for the stream's device");
+  count(Count::kKernels);
+  if (runs_nothing()) return;
   const Stack stack = Stack::here();
   const std::lock_guard lock(order().mutex);
   const OperationPtr operation = next_operation(stream, std::move(name), stack);
@@ -225,13 +236,20 @@ void submit_kernel(Stream& stream, std::string name, std::function<void()> kerne
 
 Mark mark(Stream& stream) {
   const std::lock_guard lock(order().mutex);
+  if (runs_nothing()) return {&stream, stream.queued, {}, nullptr};
   Mark mark{&stream, stream.queued, stream.clock, nullptr};
   mark.clock.join(order().host);
   return mark;
 }
 
 Mark record(Stream& stream) {
+  count(Count::kEvents);
   const std::lock_guard lock(order().mutex);
+  if (runs_nothing())
+    return {&stream,
+            stream.queued,
+            {},
+            std::make_shared<std::chrono::steady_clock::time_point>(std::chrono::steady_clock::now())};
   const OperationPtr operation = next_operation(stream, "event", {});
   Mark mark{&stream, operation->number, operation->before, std::make_shared<std::chrono::steady_clock::time_point>()};
   stream.push(operation->number, false, [time = mark.time] { *time = std::chrono::steady_clock::now(); });
@@ -239,7 +257,7 @@ Mark record(Stream& stream) {
 }
 
 void wait(Stream& stream, const Mark& mark) {
-  if (!mark.stream || mark.stream == &stream) return;
+  if (!mark.stream || mark.stream == &stream || runs_nothing()) return;
   const std::lock_guard lock(order().mutex);
   stream.clock.join(mark.clock);
   const OperationPtr operation = next_operation(stream, "wait for an event", {});
@@ -249,6 +267,7 @@ void wait(Stream& stream, const Mark& mark) {
 namespace {
 
 void ordered_on_host(const Mark& mark) {
+  if (runs_nothing()) return;
   const std::lock_guard lock(order().mutex);
   order().host.join(mark.clock);
   pinned_memory().reopen();
@@ -282,10 +301,14 @@ void synchronize_device(c10::DeviceIndex device) {
   for (Stream* stream : streams_of(device)) wait_on_host(mark(*stream));
 }
 
-void choose(uint64_t seed, bool lazy) {
+void choose(uint64_t seed, StandinMode mode) {
+  if (mode == kStandinNull)  // what is queued ends in the old mode
+    for (c10::DeviceIndex device = 0; device < kDevices; ++device) synchronize_device(device);
   choices().seed = seed;
-  choices().lazy = lazy;
+  choices().mode = mode;
 }
+
+bool runs_nothing() { return choices().mode == kStandinNull; }
 
 void end_streams() {
   for (c10::DeviceIndex device = 0; device < kDevices; ++device)

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "order.h"
+#include "standin.h"
 
 namespace standin {
 
@@ -80,6 +81,8 @@ std::vector<Stream*> streams_of(c10::DeviceIndex device);
 // Queues work and checks what it reads and writes. Addresses are those that tensors carry. Gives its number on the
 // stream.
 uint64_t submit(Stream& stream, std::string name, std::vector<Access> accesses, std::function<void()> work);
+// The same for work that others wait for, which runs in the mode `null`, too.
+uint64_t submit_always(Stream& stream, std::string name, std::vector<Access> accesses, std::function<void()> work);
 // The same for a kernel with pointers that tensors carry: what it touches is found out while it runs.
 void submit_kernel(Stream& stream, std::string name, std::function<void()> kernel);
 
@@ -91,7 +94,8 @@ bool passed(const Mark& mark);     // true orders as a wait does
 void wait_unseen(Stream& stream);  // for the stand-in's own needs: orders nothing
 void synchronize_device(c10::DeviceIndex device);
 
-void choose(uint64_t seed, bool lazy);  // how work is put off from now on; seed 0: not at all
-void end_streams();                     // before the process ends
+void choose(uint64_t seed, StandinMode mode);  // how work is put off from now on; seed 0: not at all
+bool runs_nothing();                           // the mode `null`
+void end_streams();                            // before the process ends
 
 }  // namespace standin

@@ -16,6 +16,7 @@
 
 #include <cstring>
 
+#include "counts.h"
 #include "memory.h"
 
 namespace standin {
@@ -90,6 +91,27 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, c10::opt
   return self;
 }
 
+void copy(const at::Tensor& self, const at::Tensor& from, bool wait) {
+  const at::Tensor written = opened(self);
+  if (runs_nothing()) {
+    if (self.nbytes() <= kCopied) written.copy_(opened(from));
+    return;
+  }
+  at::Tensor read = on_device(from) || is_pinned(from) ? opened(from) : from;
+  std::vector<Access> accesses;
+  if (on_device(from) || is_pinned(from)) add_access(accesses, from, false);
+  if (on_device(self) || is_pinned(self)) add_access(accesses, self, true);
+  // Ordinary memory of the host is read before the call returns, and written before it returns.
+  if (!on_device(from) && !is_pinned(from)) read = from.clone();
+  const c10::DeviceIndex device = on_device(from) ? from.device().index() : self.device().index();
+  Stream& stream = current_stream(device);
+  Stream& other = current_stream(on_device(self) ? self.device().index() : device);
+  standin::wait(stream, mark(other));
+  submit(stream, "copy_", std::move(accesses), [read, written] { written.copy_(read); });
+  standin::wait(other, mark(stream));
+  if (wait) wait_on_host(mark(stream));
+}
+
 namespace {
 
 at::Tensor empty(at::IntArrayRef sizes, c10::optional<at::ScalarType> type, c10::optional<at::Layout>,
@@ -139,21 +161,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.is_same(source)) return self;
   const at::Tensor from = source.expand(self.sizes());
   if (self.numel() == 0) return self;
-  at::Tensor read = on_device(from) || is_pinned(from) ? opened(from) : from;
-  const at::Tensor written = opened(self);
-  std::vector<Access> accesses;
-  if (on_device(from) || is_pinned(from)) add_access(accesses, from, false);
-  if (on_device(self) || is_pinned(self)) add_access(accesses, self, true);
-  // Ordinary memory of the host is read before the call returns, and written before it returns.
-  if (!on_device(from) && !is_pinned(from)) read = from.clone();
-  const bool wait = on_device(from) != on_device(self) && (!non_blocking || (!on_device(self) && !is_pinned(self)));
-  const c10::DeviceIndex device = on_device(from) ? from.device().index() : self.device().index();
-  Stream& stream = current_stream(device);
-  Stream& other = current_stream(on_device(self) ? self.device().index() : device);
-  standin::wait(stream, mark(other));
-  submit(stream, "copy_", std::move(accesses), [read, written] { written.copy_(read); });
-  standin::wait(other, mark(stream));
-  if (wait) wait_on_host(mark(stream));
+  const bool of_host = on_device(from) != on_device(self);
+  const bool wait = of_host && (!non_blocking || (!on_device(self) && !is_pinned(self)));
+  count_copy(on_device(from), on_device(self), self.nbytes());
+  if (wait) count_host_wait(/*copies=*/true);
+  standin::copy(self, from, wait);
   return self;
 }
 
@@ -171,6 +183,9 @@ at::Scalar item(const at::Tensor& self) {
   std::vector<Access> accesses;
   add_access(accesses, self, false);
   at::Scalar value;
+  count_copy(/*from_device=*/true, /*to_device=*/false, self.itemsize());
+  count_host_wait(/*copies=*/true);
+  if (runs_nothing()) return at::_local_scalar_dense(opened(self));
   Stream& stream = current_stream(self.device().index());
   submit(stream, "item", std::move(accesses), [&value, read = opened(self)] { value = at::_local_scalar_dense(read); });
   wait_on_host(mark(stream));

@@ -35,13 +35,15 @@ class GuardOfTorch2 final : public Guard {
   c10::Stream getNewStream(c10::Device device, int) const override { return stream_from_pool(device.index()).c10(); }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &stream_of(stream); }
   void synchronizeDevice(c10::DeviceIndex device) const override {
+    count_host_wait(/*copies=*/false);
     if (!waits(kStandinHostWait).is_left_out()) synchronize_device(device < 0 ? current_device() : device);
   }
   void synchronizeEvent(void* event) const override {
+    count_host_wait(/*copies=*/false);
     if (event && !waits(kStandinHostWait).is_left_out()) wait_on_host(*static_cast<Mark*>(event));
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    TORCH_CHECK(from && to && queryEvent(from) && queryEvent(to), "both events have to be recorded and reached");
+    TORCH_CHECK(from && to && reached(from) && reached(to), "both events have to be recorded and reached");
     const auto passed_time = *static_cast<Mark*>(to)->time - *static_cast<Mark*>(from)->time;
     return std::chrono::duration<double, std::milli>(passed_time).count();
   }

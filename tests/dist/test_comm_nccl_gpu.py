@@ -91,23 +91,6 @@ def test_moves(name):
 
 
 @on_ranks(1)
-def test_packed_chunks(rank, world):
-    comm = communicator()
-    device = get_accelerator().current_device_name()
-    packed = torch.randint(0, 256, (1001,), dtype=torch.uint8, device=device)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        scales = torch.rand(13, device=device).to(dtype)
-        got, got_scales = torch.zeros_like(packed), torch.zeros_like(scales)
-        comm.exchange_packed(got, got_scales, packed, scales)
-        assert got.equal(packed) and got_scales.equal(scales)
-        got.zero_()
-        got_scales.zero_()
-        comm.gather_packed(got, got_scales, packed, scales)
-        assert got.equal(packed) and got_scales.equal(scales)
-    comm.close()
-
-
-@on_ranks(1)
 def test_user_buffers(rank, world):
     comm = communicator()
     free = get_accelerator().available_memory()

@@ -74,3 +74,37 @@ def test_backward_does_not_wait_for_the_reduction_that_has_just_begun(stage, zer
     variables = {"DS_STANDIN_NCCL": fake_nccl.build(tmp_path)}
     found, _ = run_ranks(2, streams_in_backward, stage, zero, init=True, fresh=True, timeout=200, env=variables)
     assert found == dict.fromkeys(range(1, LAYERS), True)
+
+
+def streams_in_forward(rank, world):
+    """For each layer with one behind it: whether the stream of rank 0 ends the layer while rank 1 has not begun the
+    gather of the next one, which rank 0 has started ahead."""
+    deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
+    standin.choose(1)
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1}  # one layer ahead
+    engine = engine_of(seeded(stack), settings(3, zero=zero))
+    assert engine.core.gatherer.source == "scheduled collectives"
+    store = torch.distributed.distributed_c10d._get_default_store()
+    x, found = torch.ones(2, WIDTH, device=engine.device), {}
+
+    def at_end_of(number):
+        if rank == 0 and 0 < number < LAYERS - 1:
+            found[number] = ends_alone()
+            store.set(f"gather {number}", "")
+        if rank == 1 and number < LAYERS - 2:
+            store.wait([f"gather {number + 1}"])
+
+    for _ in range(3):  # the order of gathers is known, and the device has all memory of a step
+        take_step(engine, engine(x).square().sum())
+    for number, layer in enumerate(engine.module):
+        layer.register_forward_hook(lambda *_, number=number: at_end_of(number))
+    take_step(engine, engine(x).square().sum())
+    engine.destroy()
+    assert standin.faults_at_end() == []
+    return found
+
+
+def test_forward_does_not_wait_for_the_gather_that_has_just_begun(tmp_path):
+    variables = {"DS_STANDIN_NCCL": fake_nccl.build(tmp_path)}
+    found, _ = run_ranks(2, streams_in_forward, init=True, fresh=True, timeout=200, env=variables)
+    assert found == dict.fromkeys(range(1, LAYERS - 1), True)

@@ -52,6 +52,7 @@ NEXT_MESSAGE = (
 NOT_MISSED = {
     ("kept memory", "PlaneTable::add_fence"): OTHER_STREAM,
     ("kept memory", "PlaneTable::wait_for_streams"): OTHER_STREAM,
+    ("kept memory", "storage::used_here"): OTHER_STREAM,
     ("kept memory", "ScratchPool::give"): OTHER_STREAM,
     ("kept memory", "ScratchPool::take"): OTHER_STREAM,
     ("kept memory", "Leases::release"): OTHER_STREAM,
@@ -64,7 +65,6 @@ NOT_MISSED = {
     ("kept memory", "PipeInbox::take"): NEXT_MESSAGE,
     ("host wait", "StepWaits::take"): TIMES,
     ("host wait", "VirtualGuardImpl>::elapsedTime"): TIMES,
-    ("host wait", "StagedGather::notes"): "In some runs the host waits for later work between the copy and its use.",
 }
 MISSED = {
     ("host wait", "DeviceContext::read_step_scale"),

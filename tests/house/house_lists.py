@@ -111,6 +111,7 @@ storage/memory_accounts.h MemoryAccounts | bytes, waits and transfers are counte
 storage/shard_storage.h ShardStorage | all that can be asked of the memory of an engine
 zero/gradients/grad_reducer.h GradReducer | one reduction: hooks' entries, order of buckets and wires share its state
 zero/gathers/param_gatherer.h ParamGatherer | uses, holders, prefetch and order of gathers share one table of units
+zero/device_context.h DeviceContext | the device of an engine: kernels, launches, scratch, numbers for the host
 zero/spaces/param_store.h ParamStore | questions about spaces and places that every part of the core asks
 zero/spaces/sharded_param.h ShardedParam | all that can be asked of a parameter of which a rank has a slice
 """
@@ -121,14 +122,20 @@ _SMALL = "numbers for each parameter or rank, some bytes"
 _CALL = "alive for one call only; who calls is Python or a checkpoint"
 _WIRE = "the transport below moves tensors of one dtype, device or layout: a copy that lives as long as the call"
 ALLOCATIONS = {
+    "comm/compressed/sign_exchange.cpp": (6, "rows of signs, of one bit for each element; a slice and its scales"),
+    "zero/step/compressed_step.cpp": (4, "what a bucket sends; errors of slices; a sum; weights in a save"),
+    "zero/step/parameter_sums.cpp": (1, "some numbers for each parameter"),
+    "comm/calls/numbers.cpp": (1, "numbers of all ranks in host memory"),
     "zero/offload/auto_placements.cpp": (1, "six numbers, which ranks compare"),
     "zero/gradients/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
     "zero/gradients/bucket_reduction.cpp": (1, "a late round, which no plan knew of"),
-    "zero/gradients/ways/scatter.cpp": (2, "a row of a late round, and one that comes through the host"),
+    "zero/gradients/grad_slots.cpp": (1, "128 KB of zeros, which are copied to padding"),
+    "zero/gradients/ways/blocks.cpp": (1, "codes of values that come through the host"),
+    "zero/gradients/ways/reduce_way.cpp": (2, "a row of a late round, and one that comes through the host"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
     "zero/any_kernels.cpp": (2, "a number for each run of a sum; magnitudes whose columns are added up"),
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
-    "zero/spaces/mesh_spaces.cpp": (2, "a message to other ranks, before there is a storage"),
+    "zero/spaces/mesh_spaces.cpp": (2, "messages to other ranks, before there is a storage"),
     "zero/spaces/param_store_homes.cpp": (1, "old values that somebody else has kept: the memory is theirs"),
     "zero/gradients/flag_exchange.cpp": (1, _SMALL),
     "zero/gradients/agreement.cpp": (3, _SMALL),
@@ -140,7 +147,9 @@ ALLOCATIONS = {
     "zero/spaces/param_store.cpp": (6, "buffers of spaces, made once for a run"),
     "zero/gathers/sources/scheduled_source.cpp": (2, _SMALL),
     "zero/gathers/sources/staged_gather.cpp": (3, "rows above what the pool keeps; notes of some bytes"),
-    "zero/spaces/sharded_param.cpp": (3, "slices of parameters that no engine has yet; copies in another layout"),
+    "zero/spaces/sharded_param.cpp": (7, "slices of parameters that no engine has yet; copies in another form or layout"),
+    "zero/gathers/slice_memory.cpp": (3, "the arena of slices and copies where peers read them; a number; rows for a moment"),
+    "zero/gathers/sources/peer_source.cpp": (1, "values that are compared with gathered ones"),
     "zero/gradients/sparse_rows.cpp": (3, "rows of an embedding: how many is known when the gradient is there"),
     "zero/states/state_access.cpp": (5, _CALL),
     "zero/step/stepper.cpp": (5, "counters and sums; gradients in fp32 where they are kept in 16 bits"),
@@ -199,7 +208,11 @@ OLD_WORDS = (
         "observers of torch (csrc/comm/decorators/torch_calls.h)",
     ),
     (r"\bshm_backend\b|\bShmBackend\b", _ALL, "c10d_backend"),
-    (r"\bPackedChunks\b|\bgather_packed\(const void", ("csrc/",), "Verb::kExchangePacked"),
+    (
+        r"\bPackedChunks\b|\bExchangePacked\b|\bkExchangePacked\b|\bexchange_packed\b|\bgather_packed\b|\bChunkScales\b",
+        _ALL,
+        "all_to_all and all_gather of rows of bytes (csrc/kernels/codes.h)",
+    ),
     (
         r"\btorch\.save\(",
         (

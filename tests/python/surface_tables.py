@@ -72,9 +72,6 @@ LATER = {
         "deepspeed.inference.engine:InferenceEngine.load_model_with_checkpoint",
         "deepspeed.inference.engine:InferenceEngine.remove_mask_prepare_for_bloom",
     ],
-    "ZeRO++": [
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",
-    ],
 }
 
 # Steps of another implementation that no known client calls (engine-members of the contract lists none of them), and

@@ -45,7 +45,7 @@ void update(benchmark::State& state, const Rule* rule) {
   for (const Hyperparameter& one : rule->hyper) hyper.push_back(one.name == "momentum" ? 0.9 : one.fallback);
   ThreadPool pool(static_cast<int>(state.range(2)));
   const auto step = [&] {
-    for (size_t pass = 0; pass < rule->passes.size(); ++pass)
+    for (const Pass& pass : rule->passes)
       run_pass(kernels::bench::table(), {&pool}, *rule, pass, segments, UpdateArgs(), hyper, 3, nullptr);
   };
   const size_t bytes = n * 4 * (3 + 2 * rule->slots.size());

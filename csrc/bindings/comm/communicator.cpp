@@ -83,7 +83,8 @@ comm::CommunicatorPtr opened(const py::object& group, const Use& use, const std:
   const auto* known = dynamic_cast<const comm::LoggedCommunicator*>(made.get());
   const std::string named = known ? known->group() : given ? given->name : "";
   const comm::GroupFacts facts = given.value_or(comm::GroupFacts{});
-  if (nccl) made = comm::nccl_communicator(nccl->pointer(), std::move(made));
+  if (nccl)
+    made = comm::nccl_communicator(nccl->pointer(), comm::one_host_communicator(std::move(made), use.timeout, facts));
   if (use.scripts && use.shared) made = comm::exchanges_by_hosts(std::move(made), use.timeout, facts);
   if (store && made->size() > 1) {
     auto board =

@@ -2,6 +2,7 @@
 #include <Python.h>
 
 #include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -146,10 +147,16 @@ DS_BINDINGS(m) {
              member.size = size;
              member.timeout = timeout;
              member.quiesce = quiesce(std::move(synchronize));
+             const c10::Device target(device);
+             if (!target.is_cpu())
+               member.on_device = [target](const std::function<void()>& body) {
+                 const c10::DeviceGuard current(target);
+                 body();
+               };
              const Released unlocked;
              auto joined = comm::NcclComm::join(library, id_from(id), std::move(member));
              auto calls = comm::nccl_communicator_alone(joined);
-             return std::make_shared<NcclTensors>(std::move(joined), std::move(calls), c10::Device(device));
+             return std::make_shared<NcclTensors>(std::move(joined), std::move(calls), target);
            }),
            "library"_a, "id"_a, "name"_a, "rank"_a, "size"_a, "timeout"_a, "synchronize"_a, "device"_a)
       .def_property_readonly("closed",
@@ -189,29 +196,6 @@ DS_BINDINGS(m) {
            [](NcclTensors& self, Given output, Given tensor, const Splits& taken, const Splits& given) {
              call(self, Verb::kAllToAll, {{"tensor", tensor}}, {{"output", output}}, {}, "SUM", {taken, given});
            })
-      // outputs, inputs: chunks and their scales; splits: as NcclTensors has them.
-      .def(
-          "exchange_packed",
-          [](NcclTensors& self, const std::pair<py::object, py::object>& outputs,
-             const std::pair<py::object, py::object>& inputs, const std::vector<Splits>& splits) {
-            const Caller from{self, "exchange_packed"};
-            const std::vector<at::Tensor> out{from.tensor(outputs.first, "output"),
-                                              from.tensor(outputs.second, "output_scales")};
-            const std::vector<at::Tensor> in{from.tensor(inputs.first, "packed"), from.tensor(inputs.second, "scales")};
-            const Released unlocked;
-            self.exchange_packed(out, in, splits);
-          })
-      .def(
-          "gather_packed",
-          [](NcclTensors& self, const std::pair<py::object, py::object>& outputs,
-             const std::pair<py::object, py::object>& inputs) {
-            const Caller from{self, "gather_packed"};
-            const std::vector<at::Tensor> out{from.tensor(outputs.first, "output"),
-                                              from.tensor(outputs.second, "output_scales")};
-            const std::vector<at::Tensor> in{from.tensor(inputs.first, "packed"), from.tensor(inputs.second, "scales")};
-            const Released unlocked;
-            self.gather_packed(out, in);
-          })
       .def("begin_group", &NcclTensors::begin_group)
       .def("end_group", &NcclTensors::end_group, "launch"_a, Unlocked())
       .def(

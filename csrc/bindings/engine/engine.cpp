@@ -48,7 +48,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
                                     const std::vector<zero::ShardedParamPtr>& others, comm::ProcessMeshPtr mesh,
                                     const PyConfig& config, int threads, const py::object& grad_dtype,
                                     const std::vector<std::optional<std::string>>& rules,
-                                    std::shared_ptr<zero::Window> window) {
+                                    std::shared_ptr<zero::Window> window, bool codes_weights, bool codes_frozen) {
   const zero::StagePolicy policy = zero::policy_of(config.config);
   std::vector<zero::ParamSpec> specs;
   for (const auto& [tensor, name, group, order, form, shard, rule, copied_along] : params)
@@ -62,7 +62,8 @@ std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
     spaces = std::make_shared<zero::MeshSpaces>(std::move(mesh), policy, specs, others);
   }
   try {
-    const auto options = zero::engine_options(config.config, {threads, ranks, dtype, rank, rules_named(rules)});
+    const auto options = zero::engine_options(config.config, {threads, ranks, dtype, rank, rules_named(rules), codes_weights,
+                                                              codes_frozen});
     py::gil_scoped_release unlocked;
     return std::make_shared<Engine>(std::move(specs), others, options, spaces, std::move(window));
   } catch (const Error& error) {
@@ -185,13 +186,15 @@ DS_BINDINGS(m) {
       .def_property_readonly("loss_scale", &loss_scale);
 
   py::class_<PyStepInputs>(m, "StepInputs")
-      .def(py::init(
-               [](float loss_scale, float max_norm, bool check, bool name_nonfinite, const py::object& before_update) {
-                 PyStepInputs made;
-                 made.step = {loss_scale, max_norm, check, name_nonfinite, {}, callback(before_update), {}, {}, {}};
-                 return made;
-               }),
-           py::kw_only(), "loss_scale"_a, "max_norm"_a, "check"_a, "name_nonfinite"_a, "before_update"_a)
+      .def(py::init([](float loss_scale, float max_norm, bool check, bool name_nonfinite,
+                       const py::object& before_update, bool norm_first) {
+             PyStepInputs made;
+             made.step = {loss_scale, max_norm, check, name_nonfinite, {}, callback(before_update), norm_first,
+                          {},         {},       {}};
+             return made;
+           }),
+           py::kw_only(), "loss_scale"_a, "max_norm"_a, "check"_a, "name_nonfinite"_a, "before_update"_a,
+           "norm_first"_a)
       .def(
           "set_scaler",
           [](PyStepInputs& inputs, const optim::LossScaleRules& rules, const ScalerState& state) {
@@ -228,7 +231,7 @@ DS_BINDINGS(m) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), "params"_a, "others"_a, "mesh"_a, "config"_a, "threads"_a,
-           "grad_dtype"_a, "rules"_a, "window"_a)
+           "grad_dtype"_a, "rules"_a, "window"_a, "codes_weights"_a = false, "codes_frozen"_a = false)
       .def_property_readonly("window", [](Engine& engine) { return engine.backward().window(); })
       .def("register_hooks", of(&Engine::backward, &BackwardSession::register_hooks))
       .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), "outputs"_a)
@@ -249,6 +252,8 @@ DS_BINDINGS(m) {
       .def("unused_params", &Engine::unused_params, Unlocked())
       .def("join_backward", of(&Engine::backward, &BackwardSession::join), Unlocked(), "reduce"_a)
       .def("clear_grads", &Engine::clear_grads, Unlocked())
+      .def("code_frozen", &Engine::code_frozen, Unlocked())
+      .def("forget_errors", [](Engine& engine) { engine.grads().forget_errors(); })
       .def("adopt_grads", of(&Engine::backward, &BackwardSession::adopt_grads), Unlocked())
       .def("set_postscale", [](Engine& engine, double scale) { engine.grads().options().postscale = scale; })
       .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().options().predivide; })
@@ -262,7 +267,14 @@ DS_BINDINGS(m) {
       .def("expect_step", &expect_step, Unlocked(), "inputs"_a)
       .def_property_readonly("expects_steps", [](Engine& engine) { return engine.strategy().expects(); })
       .def(
-          "strategy_counters", [](Engine& engine) { return engine.strategy().counters(); }, Unlocked())
+          "strategy_counters",
+          [](Engine& engine) {
+            zero::Counters found = engine.strategy().counters();
+            found.merge(engine.stepper().sums().kept());
+            found.merge(engine.stepper().compressed().counters());
+            return found;
+          },
+          Unlocked())
       .def("restore_strategy", of(&Engine::states, &StateAccess::restore_strategy), Unlocked(), "counters"_a)
       .def(
           "set_steps_per_epoch", [](Engine& engine, int64_t steps) { engine.strategy().set_steps_per_epoch(steps); },
@@ -395,6 +407,7 @@ DS_BINDINGS(m) {
              for (const auto& [what, bytes] : engine.params().held_bytes()) result[py::str(what)] = bytes;
              return result;
            })
+      .def("absent_grad_bytes", [](Engine& engine) { return engine.params().absent_grad_bytes(); })
       .def_property_readonly("communicators", [](Engine& engine) { return engine.spaces().communicators(); })
       .def("traffic",
            [](Engine& engine) {
@@ -414,7 +427,7 @@ DS_BINDINGS(m) {
              for (size_t param = 0; param < engine.params().size(); ++param) used.push_back(engine.grads().used(param));
              return used;
            })
-      .def("sums", [](Engine& engine) { return none_for_undefined(engine.stepper().sums()); })
+      .def("sums", [](Engine& engine) { return none_for_undefined(at::Tensor(engine.stepper().sums().rows())); })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
       .def("learned_fires", [](Engine& engine) { return engine.grads().grad_uses().learned(); })
       .def(

@@ -131,6 +131,7 @@ struct EnterHook : ModuleHook {
     std::shared_ptr<zero::Engine> keep;
     ParamGatherer* gatherer = this->gatherer(keep);
     if (!gatherer) return py::none();
+    if (unit >= 0 && gatherer->covers(unit)) return py::none();
     if (linear) linear->enter(unit < 0);
     if (unit < 0) {
       py::gil_scoped_release unlocked;
@@ -148,6 +149,7 @@ struct LeaveHook : ModuleHook {
   py::object operator()(const py::args& args) const {
     std::shared_ptr<zero::Engine> keep;
     ParamGatherer* gatherer = this->gatherer(keep);
+    if (unit >= 0 && gatherer && gatherer->covers(unit)) return py::none();
     if (linear) linear->leave(unit < 0);
     if (!gatherer) return py::none();
     const auto outputs = tensors(py::reinterpret_borrow<py::object>(args[args.size() - 1]), py::none());
@@ -203,6 +205,11 @@ DS_BINDINGS(m) {
       .def_property_readonly("device", [](const ShardedParam& param) { return at::Device(param.device()); })
       .def_property_readonly("offloaded", &ShardedParam::offloaded)
       .def_property_readonly("in_file", &ShardedParam::in_file)
+      .def_property_readonly("rests_as_codes", &ShardedParam::rests_as_codes)
+      .def_property_readonly("resting_bytes", &ShardedParam::resting_bytes, "Bytes of this rank's slice.")
+      .def_property_readonly(
+          "second", [](const ShardedParam& param) { return none_for_undefined(param.second_values()); },
+          "This rank's part of the second copy (hpZ), flat; None where there is none.")
       .def("set_slice", &ShardedParam::set_slice, "The slice takes the values of a tensor like `shard`.", Unlocked())
       .def_readwrite("id", &ShardedParam::id)
       .def_property_readonly("status", [](const ShardedParam& param) { return static_cast<int>(param.status()); })
@@ -243,17 +250,24 @@ DS_BINDINGS(m) {
       .def("written", &ParamGatherer::written, Unlocked())
       .def("forget_written", &ParamGatherer::forget_written)
       .def("before_slice_write", &ParamGatherer::before_slice_write, Unlocked())
-      .def("add_unit", &ParamGatherer::add_unit)
+      .def("add_unit", &ParamGatherer::add_unit, "name"_a, "params"_a, "block"_a)
       .def("extend_unit", &ParamGatherer::extend_unit)
       .def("release_all", &ParamGatherer::release_all, Unlocked())
       .def("abandon_forward", &ParamGatherer::abandon_forward, Unlocked())
       .def("drain", &ParamGatherer::drain, Unlocked())
+      .def("invalidate_copies",
+           [](ParamGatherer& g) {
+             if (g.copies()) g.copies()->invalidate();
+           })
       .def("empty_cache",
            [](ParamGatherer& g) {
              g.release_all();
              g.source().buffers().trim();
            })
       .def("reset_peak", &ParamGatherer::reset_peak)
+      .def_property_readonly("has_all", [](ParamGatherer& g) { return g.source().has_all(); })
+      .def_property_readonly("looks_ahead", [](ParamGatherer& g) { return g.source().looks_ahead(); })
+      .def_property_readonly("max_live", &ParamGatherer::max_live_numel)
       .def_property_readonly("source", [](ParamGatherer& g) { return g.source().name(); })
       .def_property_readonly("live_numel", &ParamGatherer::live_numel)
       .def_property_readonly("peak_live_numel", &ParamGatherer::peak_live_numel)
@@ -264,7 +278,8 @@ DS_BINDINGS(m) {
       .def_property_readonly("exchanges", [](ParamGatherer& g) { return g.source().exchanges(); })
       .def("reset_counters", [](ParamGatherer& g) { g.source().reset_counters(); });
 
-  py::class_<LinearScope, LinearScopePtr>(m, "LinearScope", "The function that is linear of torch.nn.functional "
+  py::class_<LinearScope, LinearScopePtr>(m, "LinearScope",
+                                          "The function that is linear of torch.nn.functional "
                                           "while modules with hooks run.")
       .def(py::init([](const py::dict& functions, const py::object& chosen) {
              return std::make_shared<LinearScope>(LinearScope{functions, chosen});

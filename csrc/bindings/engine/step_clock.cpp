@@ -25,7 +25,7 @@ DS_BINDINGS(m) {
           [](StepClock& clock, const std::string& phase) {
             const auto found = static_cast<size_t>(index_of(kPhaseNames, phase));
             if (found == kPhases) fail(ErrorKind::kValue, "a step has no phase '", phase, "'");
-            return clock.enter(static_cast<Phase>(found));
+            return clock.enter(static_cast<ds::Phase>(found));
           },
           "phase"_a)  // returns the argument of leave()
       .def("leave", &StepClock::leave, "mark"_a)

@@ -124,7 +124,7 @@ class UpdateRunner {
           std::tie(args.master_dtype, args.state_dtype, args.grad_dtype) = dtypes;
           args.stochastic = seed.has_value();
           args.seed = seed.value_or(0);
-          optim::run_pass(table, launch, rule_, pass, segments, args, values, step, nullptr);
+          optim::run_pass(table, launch, rule_, rule_.passes[pass], segments, args, values, step, nullptr);
         }
         if (rule_.passes[pass].orthogonalises) {
           const auto iteration = zero::NewtonSchulz::of(optim::Values(rule_.hyper, values.data()));

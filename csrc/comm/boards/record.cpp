@@ -59,14 +59,15 @@ bool gives_what_is_taken(const std::vector<Record>& records) {
 Record record_of(const Op& op, int rank, int size) {
   if (op.verb == Verb::kBarrier) return record("barrier");
   const at::Tensor& own = op.own();
-  Record made = record(verb_name(op.verb), own.numel(), static_cast<int32_t>(own.scalar_type()), op.tag);
+  int64_t numel = 0;
+  op.visit_each([&](const Op& one) { numel += one.own().numel(); });
+  Record made = record(verb_name(op.verb), numel, static_cast<int32_t>(own.scalar_type()), op.tag);
   if (reduces(op.verb)) made.op = static_cast<int32_t>(op.reduce);
   if (has_peer(op.verb)) made.root = op.peer;
-  const bool exchanges = op.verb == Verb::kAllToAll || op.verb == Verb::kExchangePacked;
+  const bool exchanges = op.verb == Verb::kAllToAll;
   made.own = exchanges || !op.in_counts.empty() || !op.out_counts.empty();
   if (exchanges) {
-    for (const Op& each : op.scales ? op.exchanges() : std::vector<Op>{op})
-      add_parts(made, rank, or_even(each.in_counts, each.in, size), or_even(each.out_counts, each.out, size));
+    add_parts(made, rank, or_even(op.in_counts, op.in, size), or_even(op.out_counts, op.out, size));
   } else {
     made.counts = checksum_of(op.in_counts.empty() ? op.out_counts : op.in_counts);
   }

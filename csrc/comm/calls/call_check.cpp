@@ -125,6 +125,12 @@ void check_splits(const Tensors& tensors, const Counts& splits, int n, const cha
 void check_call(const Op& op, int rank, int size) {
   if (op.verb == Verb::kBarrier) return;
   const char* const verb = verb_name(op.verb);
+  if (op.more) {
+    if (op.verb != Verb::kAllGather && op.verb != Verb::kReduceScatter)
+      fail(ErrorKind::kValue, verb, ": only all_gather and reduce_scatter take several tensors in one call");
+    for (const Op& one : op.each()) check_call(one, rank, size);
+    return;
+  }
   const bool root = op.peer == rank;
   if (op.verb == Verb::kGather && root && !op.out.defined())
     fail(ErrorKind::kValue, "gather: the root gives no tensor to gather in");
@@ -146,12 +152,6 @@ void check_call(const Op& op, int rank, int size) {
     case Verb::kAllToAll:
       check_cut(verb, op.in, op.in_counts, size, kInput);
       return check_cut(verb, op.out, op.out_counts, size, kOutput);
-    case Verb::kExchangePacked:
-      if (op.in.scalar_type() != at::kByte)
-        fail(ErrorKind::kType, verb, ": the chunks are ", c10::toString(op.in.scalar_type()), "; give bytes (uint8)");
-      if (!op.scales) fail(ErrorKind::kValue, verb, ": the scales are missing");
-      for (const Op& each : op.exchanges()) check_call(each, rank, size);
-      return;
     default: return;
   }
 }

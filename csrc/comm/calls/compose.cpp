@@ -113,7 +113,6 @@ class Composer {
 
   WorkPtr make() const {
     if (op_.parts) return packed();
-    if (op_.verb == Verb::kExchangePacked) return exchange_packed();
     if (op_.verb != Verb::kBarrier && !c_.reaches(op_.own().device())) return through_host();
     if (is_message(op_.verb))
       fail(ErrorKind::kNotImplemented, "the transport ", c_.name(), " has no ", verb_name(op_.verb),
@@ -268,12 +267,6 @@ class Composer {
   }
 
   // ---- verbs ---------------------------------------------------------------------------------------------------
-  WorkPtr exchange_packed() const {
-    std::vector<WorkPtr> halves;
-    for (const Op& each : op_.exchanges()) halves.push_back(c_.launch(each));
-    return std::make_shared<JoinedWork>(std::move(halves));
-  }
-
   WorkPtr all_to_all() const {
     Parts give = parts_of(op_.in, op_.in_counts, n_), take = parts_of(op_.out, op_.out_counts, n_);
     copy_into(take[me_], give[me_]);

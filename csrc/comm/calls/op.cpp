@@ -33,7 +33,6 @@ constexpr std::array<VerbRow, kVerbs> kRows = {{
     {"send", false, true, Who::kAll, Who::kNobody, Side::kIn, Side::kIn, Sent::kOwn},
     {"recv", false, true, Who::kNobody, Who::kAll, Side::kOut, Side::kOut, Sent::kNothing},
     {"barrier", false, false, Who::kNobody, Who::kNobody, Side::kOut, Side::kOut, Sent::kNothing},
-    {"exchange_packed", false, false, Who::kAll, Who::kAll, Side::kIn, Side::kOut, Sent::kInputToOthers},
 }};
 
 const VerbRow& row(Verb verb) { return kRows[static_cast<size_t>(verb)]; }
@@ -75,13 +74,16 @@ int64_t Op::sent(int rank, int size) const {
   return 0;
 }
 
-std::vector<Op> Op::exchanges() const {
-  const auto exchange = [this](const at::Tensor& from, const at::Tensor& to, const std::vector<int64_t>& give,
-                               const std::vector<int64_t>& take) {
-    return Op{Verb::kAllToAll, from, to, give, take, reduce, -1, tag, wait};
-  };
-  return {exchange(in, out, in_counts, out_counts),
-          exchange(scales->in, scales->out, scales->in_counts, scales->out_counts)};
+std::vector<Op> Op::each() const {
+  Op first = *this;
+  first.more = nullptr;
+  std::vector<Op> found{first};
+  for (size_t i = 0; more && i < more->size(); ++i) {
+    first.in = (*more)[i].in;
+    first.out = (*more)[i].out;
+    found.push_back(first);
+  }
+  return found;
 }
 
 }  // namespace ds::comm

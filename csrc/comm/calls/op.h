@@ -25,9 +25,8 @@ enum class Verb : uint8_t {
   kSend,
   kRecv,
   kBarrier,
-  kExchangePacked,
 };
-constexpr int kVerbs = 12;         // each has a row in op.cpp
+constexpr int kVerbs = 11;         // each has a row in op.cpp
 const char* verb_name(Verb verb);  // all_reduce
 std::string verb_names();          // all of them, for messages
 bool reduces(Verb verb);           // all_reduce, reduce, reduce_scatter
@@ -50,16 +49,14 @@ bool gets(Verb verb, bool root);   // a rank passes Op::out
 //   kSend, kRecv    in, or out: to or from `peer`; messages between two ranks keep their order. A receive from kAnyRank
 //                   takes the next message to this rank, where the transport can.
 //   kBarrier        none
-//   kExchangePacked in: n chunks of bytes, chunk r for rank r; out: n chunks, chunk r of rank r; `scales`: the same for
-//                   the numbers that belong to the chunks, of any dtype. The first half of a compressed all-reduce.
 //
 // n parts follow each other and have the same number of elements, unless in_counts or out_counts has that of each: of
 // kReduceScatter and kScatter in_counts, of kAllGather and kGather out_counts, equal on all ranks (also where the
-// tensor is undefined); of kAllToAll and kExchangePacked either.
-// The tensors beside the bytes of kExchangePacked, cut as kAllToAll cuts them.
-struct ChunkScales {
+// tensor is undefined); of kAllToAll either.
+
+// The tensors that a rank gives to a call and gets from it, where a call has several of each.
+struct TensorPair {
   at::Tensor in, out;
-  std::vector<int64_t> in_counts, out_counts;
 };
 
 constexpr int kAnyRank = -2;
@@ -82,7 +79,8 @@ struct Op {
   Wait wait = Wait::kLater;
   // kAllToAll: what is given and taken lies where these say; see strided_all_to_all().
   std::shared_ptr<const StridedParts> parts = nullptr;
-  std::shared_ptr<const ChunkScales> scales = nullptr;  // kExchangePacked only
+  // kAllGather, kReduceScatter: further pairs, which are exchanged in the same call. Only where all parts are equal.
+  std::shared_ptr<const std::vector<TensorPair>> more = nullptr;
   int message_tag = 0;                    // kSend, kRecv of scripts: a receive takes messages with its tag alone
   std::shared_ptr<int> sender = nullptr;  // kRecv from kAnyRank: the rank that sent, when the call has ended
   const char* logged_as = nullptr;        // the name of the call in the log; null: the verb's
@@ -93,8 +91,13 @@ struct Op {
   const at::Tensor& own() const;
   // The elements that this rank sends, counted as Traffic (communicator.h) counts them.
   int64_t sent(int rank, int size) const;
-  // kExchangePacked as the two kAllToAll that it does: of the bytes, and of the scales.
-  std::vector<Op> exchanges() const;
+  // The calls of one pair of tensors each that this one stands for; of most calls itself.
+  std::vector<Op> each() const;
+  template <typename Visit>
+  void visit_each(const Visit& visit) const {
+    if (!more) return visit(*this);
+    for (const Op& one : each()) visit(one);
+  }
 };
 
 }  // namespace ds::comm

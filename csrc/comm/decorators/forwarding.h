@@ -14,10 +14,12 @@ class ForwardingCommunicator : public Communicator {
   int size() const override { return inner_->size(); }
   std::string name() const override { return inner_->name(); }
   bool carries(const Op&) const override { return true; }
+  bool groups() const override { return inner_->groups(); }
   WorkPtr run_all(const std::vector<Op>& ops) override { return inner_->run_all(ops); }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return inner_->peer_memory(bytes); }
   CommunicatorPtr among(const std::vector<int>& ranks) override { return inner_->among(ranks); }
   bool reaches(const c10::Device& device) const override { return inner_->reaches(device); }
+  bool carries_host_memory() const override { return inner_->carries_host_memory(); }
   void leave() override { inner_->leave(); }
   void set_timeout(milliseconds timeout) override { inner_->set_timeout(timeout); }
   void abort(const std::string& why) noexcept override { inner_->abort(why); }

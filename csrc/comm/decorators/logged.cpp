@@ -62,8 +62,10 @@ void finish_device(c10::Device device) {
 }
 
 LoggedCall LoggedCommunicator::record_of(const Op& op, int64_t number, double begin) const {
-  const at::Tensor& passed = op.verb == Verb::kReduceScatter ? op.in : op.own();
-  const auto bytes = static_cast<int64_t>(passed.nbytes());
+  int64_t bytes = 0;
+  op.visit_each([&](const Op& one) {
+    bytes += static_cast<int64_t>((one.verb == Verb::kReduceScatter ? one.in : one.own()).nbytes());
+  });
   const double now = seconds_now();
   const char* const name = op.logged_as ? op.logged_as : verb_name(op.verb);
   return {name, "engine", bytes, size(), "", op.tag, group_, number, begin, now, now - begin};
@@ -73,7 +75,7 @@ WorkPtr LoggedCommunicator::start(const Op& op) {
   const bool message = is_message(op.verb);
   const int64_t number = message ? -1 : collectives_++;
   if (!log_->on()) return inner_->run(op);
-  const bool reduction = reduces(op.verb) || op.verb == Verb::kExchangePacked;
+  const bool reduction = reduces(op.verb);
   const Blocked here(*log_, reduction);
   std::optional<CallScope> scope;
   if (log_->records()) scope.emplace(log_);

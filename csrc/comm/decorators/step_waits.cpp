@@ -5,14 +5,13 @@
 #include <exception>
 #include <iterator>
 
-#include "base/ranges.h"
 #include "comm/c10d_compat.h"
 
 namespace ds::comm {
 
-std::optional<c10::Event> StepWaits::now() const noexcept {
+std::optional<c10::Event> StepWaits::now() noexcept {
   try {
-    std::optional<c10::Event> event(std::in_place, device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // with times
+    std::optional<c10::Event> event(events_.take());
     event->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
     return event;
   } catch (const std::exception&) {
@@ -44,13 +43,18 @@ std::optional<double> StepWaits::take() {
   if (device_.is_cpu() || !compat::tells_time<c10::Event>()) return std::nullopt;
   const std::lock_guard lock(mutex_);
   double seconds = 0;
-  const auto counted = [&](const Pair& pair) {
-    const bool passed = pair.second.query();
-    if (passed) seconds += compat::milliseconds(pair.first, pair.second) * 1e-3;
-    return passed;
-  };
+  std::vector<Pair> left;
   try {
-    erase_if(ended_, counted);
+    for (Pair& pair : ended_) {
+      if (!pair.second.query()) {
+        left.push_back(std::move(pair));
+        continue;
+      }
+      seconds += compat::milliseconds(pair.first, pair.second) * 1e-3;
+      events_.give(std::move(pair.first));
+      events_.give(std::move(pair.second));
+    }
+    ended_ = std::move(left);
   } catch (const std::exception&) {
     ended_.clear();
     return std::nullopt;

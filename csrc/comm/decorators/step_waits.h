@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/step_clock.h"
+#include "comm/calls/event_pool.h"
 
 namespace ds::comm {
 
@@ -18,7 +19,8 @@ namespace ds::comm {
 class StepWaits {
  public:
   // The CPU has no streams: there are no events.
-  StepWaits(StepClockPtr clock, c10::Device device) : clock_(std::move(clock)), device_(device) {}
+  StepWaits(StepClockPtr clock, c10::Device device)
+      : clock_(std::move(clock)), device_(device), events_(device.type(), c10::EventFlag::BACKEND_DEFAULT) {}
   StepWaits(const StepWaits&) = delete;
 
   StepClock& clock() { return *clock_; }
@@ -35,10 +37,11 @@ class StepWaits {
 
  private:
   using Pair = std::pair<c10::Event, c10::Event>;
-  std::optional<c10::Event> now() const noexcept;  // null: the device has failed, as the next work on it says
+  std::optional<c10::Event> now() noexcept;  // null: the device has failed, as the next work on it says
 
   const StepClockPtr clock_;
   const c10::Device device_;
+  EventPool events_;  // that tell the time
   std::mutex mutex_;  // of what follows
   int depth_ = 0;
   std::optional<c10::Event> begun_;

@@ -50,7 +50,7 @@ struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = 21400;
-  int blocking = 0;
+  int blocking = 1;                // see [Note: who ends a call] in nccl_watch.h
   int cga_cluster_size = INT_MIN;  // "not said", as in all that follow
   int min_ctas = INT_MIN;
   int max_ctas = INT_MIN;

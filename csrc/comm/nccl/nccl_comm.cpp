@@ -1,18 +1,12 @@
 #include "comm/nccl/nccl_comm.h"
 
-#include <numeric>
-#include <thread>
 #include <utility>
 
-#include "base/clock.h"
 #include "base/error.h"
 
 namespace ds::comm {
 
 namespace {
-
-constexpr int kSpins = 100;
-constexpr std::chrono::microseconds kNap{100};
 
 // NCCL 2.28.9 loses the last elements of some averages over one rank that are not in place (seen on an H200: 3 of
 // 100,003 in fp32). A sum over one rank is the same value, and NCCL copies it.
@@ -56,123 +50,87 @@ size_t nccl_type_bytes(nccl::DataType type) {
 
 // ---- coming and going -----------------------------------------------------------------------------------------------
 
+namespace {
+
+// NCCL communicator "world", rank 0 of 2
+std::string described(const NcclMember& member) {
+  return "NCCL communicator \"" + member.name + "\", rank " + std::to_string(member.rank) + " of " +
+         std::to_string(member.size);
+}
+
+}  // namespace
+
 NcclComm::NcclComm(NcclLibraryPtr library, NcclMember member)
-    : library_(std::move(library)), member_(std::move(member)) {}
+    : library_(std::move(library)), member_(std::move(member)), watch_(library_, described(member_), member_.timeout) {}
 
 std::shared_ptr<NcclComm> NcclComm::join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclMember member) {
   if (member.size < 1 || member.rank < 0 || member.rank >= member.size)
     fail(ErrorKind::kValue, "there is no rank ", member.rank, " in an NCCL communicator of ", member.size, " ranks");
   std::shared_ptr<NcclComm> made(new NcclComm(std::move(library), std::move(member)));
-  nccl::Config config;
-  made->settle(made->library_->calls().comm_init_rank_config(&made->comm_, made->size(), id, made->rank(), &config));
+  made->watch_.join([library = made->library_, id, rank = made->rank(), size = made->size(),
+                     on_device = made->member_.on_device](nccl::Comm* comm) {
+    nccl::Result result = nccl::kInternalError;
+    const auto init = [&] {
+      nccl::Config config;
+      result = library->calls().comm_init_rank_config(comm, size, id, rank, &config);
+    };
+    on_device ? on_device(init) : init();
+    return result;
+  });
   return made;
 }
 
 void NcclComm::leave() noexcept {
   if (!owner_.here()) return;
   const std::lock_guard lock(mutex_);
-  if (!comm_ || depth_ > 0) return;
+  if (watch_.gone() || watch_.in_group()) return;
   try {
-    if (member_.quiesce && !member_.quiesce()) comm_ = nullptr;
+    if (member_.quiesce && !member_.quiesce()) return static_cast<void>(watch_.give_away());
   } catch (const std::exception&) {  // a device that cannot be waited for has nothing under way
   }
-  drop();
+  registered_.clear();  // the communicator takes its registrations along
+  watch_.drop();
 }
 
 void NcclComm::close() {
   const std::lock_guard lock(mutex_);
-  if (!comm_) return;
-  if (depth_ > 0) fail(ErrorKind::kRuntime, who(), " cannot be closed inside a group: leave the group first.");
-  if (member_.quiesce && !member_.quiesce()) return static_cast<void>(comm_ = nullptr);
-  last_ = "taking leave";
-  for (void* handle : std::exchange(registered_, {})) library_->buffer_calls().comm_deregister(comm_, handle);
-  settle(library_->calls().comm_finalize(comm_));
-  const nccl::Result result = library_->calls().comm_destroy(std::exchange(comm_, nullptr));
-  if (result != nccl::kSuccess && result != nccl::kInProgress)
+  if (watch_.gone()) return;
+  if (watch_.in_group()) fail(ErrorKind::kRuntime, who(), " cannot be closed inside a group: leave the group first.");
+  if (member_.quiesce && !member_.quiesce()) return static_cast<void>(watch_.give_away());
+  watch_.run("taking leave", [&](nccl::Comm comm) {
+    for (void* handle : std::exchange(registered_, {})) library_->buffer_calls().comm_deregister(comm, handle);
+    return library_->calls().comm_finalize(comm);
+  });
+  const nccl::Comm comm = watch_.give_away();
+  const nccl::Result result = comm ? library_->calls().comm_destroy(comm) : nccl::kSuccess;
+  if (result != nccl::kSuccess)
     fail(ErrorKind::kRuntime, who(), " could not be destroyed: ", library_->explain(result), ". ",
          library_->described());
 }
 
-bool NcclComm::closed() const {
-  const std::lock_guard lock(mutex_);
-  return comm_ == nullptr;
-}
+bool NcclComm::closed() const { return watch_.gone(); }
 
-void NcclComm::abort(const std::string& reason) {
-  abort_asked_ = true;  // a thread that waits in settle() releases the lock
-  const std::lock_guard lock(mutex_);
-  if (comm_ && problem_.empty()) problem_ = who() + " was aborted: " + reason;
-  drop();
-}
-
-void NcclComm::drop() noexcept {
-  if (depth_ > 0) return;  // leave_group() does it
-  registered_.clear();     // the communicator takes its registrations along
-  if (comm_) library_->calls().comm_abort(std::exchange(comm_, nullptr));
-}
+void NcclComm::abort(const std::string& reason) noexcept { watch_.abort(reason); }
 
 // ---- errors
 // -----------------------------------------------------------------------------------------------------------
 
-std::string NcclComm::who() const {
-  return "NCCL communicator \"" + member_.name + "\", rank " + std::to_string(member_.rank) + " of " +
-         std::to_string(member_.size);
-}
-
-void NcclComm::broken(const std::string& problem) {
-  if (problem_.empty())
-    problem_ = who() + ": " + last_ + " failed: " + problem + ". " + library_->described() +
-               ". The communicator is aborted; NCCL_DEBUG=WARN in the environment of all ranks makes NCCL say more.";
-  drop();
-  fail(ErrorKind::kRuntime, problem_);
-}
-
-void NcclComm::settle(nccl::Result result) {
-  const auto deadline = Clock::now() + member_.timeout;
-  for (int turn = 0; result == nccl::kInProgress; ++turn) {
-    if (abort_asked_) broken("it was aborted by another thread");
-    if (turn > 0 && Clock::now() > deadline) {
-      const double seconds = std::chrono::duration<double>(member_.timeout).count();
-      std::ostringstream text;
-      text << "it has not come about within " << seconds << " s: another rank has not come, or is at another call";
-      broken(text.str());
-    }
-    if (turn < kSpins)
-      std::this_thread::yield();
-    else
-      std::this_thread::sleep_for(kNap);
-    nccl::Result state = nccl::kSuccess;
-    const nccl::Result asked = library_->calls().comm_get_async_error(comm_, &state);
-    result = asked == nccl::kSuccess ? state : asked;
-  }
-  if (result != nccl::kSuccess) broken(library_->explain(result, comm_));
-}
+std::string NcclComm::who() const { return described(member_); }
 
 void NcclComm::check() {
   const std::lock_guard lock(mutex_);
-  if (!problem_.empty()) fail(ErrorKind::kRuntime, problem_);
-  if (!comm_) fail(ErrorKind::kRuntime, who(), " is closed: make another one.");
-  if (depth_ > 0) return;  // asked when the group began
-  nccl::Result state = nccl::kSuccess;
-  const nccl::Result asked = library_->calls().comm_get_async_error(comm_, &state);
-  if (asked != nccl::kSuccess) broken(library_->explain(asked, comm_));
-  settle(state);
-}
-
-void NcclComm::start(const std::string& what) {
-  check();
-  last_ = what + ", its call " + std::to_string(++calls_);
+  watch_.check(/*ask=*/true);
 }
 
 template <typename Call>
 void NcclComm::run(const char* what, size_t count, nccl::DataType type, const Call& call) {
   const std::lock_guard lock(mutex_);
-  if (count == 0) return check();
-  start(std::string(what) + " of " + std::to_string(count) + " x " + nccl_type_name(type));
-  const nccl::Result result = call(library_->calls());
-  if (depth_ > 0 && result == nccl::kInProgress) return;  // the end of the group settles it
-  settle(result);
+  if (count == 0) return watch_.check(/*ask=*/false);
+  watch_.run(numbered(std::string(what) + " of " + std::to_string(count) + " x " + nccl_type_name(type)),
+             [&](nccl::Comm comm) { return call(library_->calls(), comm); });
 }
+
+std::string NcclComm::numbered(const std::string& what) { return what + ", its call " + std::to_string(++calls_); }
 
 void NcclComm::check_peer(const char* what, const char* role, int rank) const {
   if (rank < 0 || rank >= member_.size)
@@ -197,8 +155,9 @@ nccl::DataType NcclComm::moved(nccl::DataType type) const {
 void NcclComm::all_reduce(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op, void* stream) {
   check_reduction("all_reduce", type);
   op = reduction(op, size());
-  run("all_reduce", count, type,
-      [&](const nccl::Calls& calls) { return calls.all_reduce(in, out, count, type, op, comm_, stream); });
+  run("all_reduce", count, type, [&](const nccl::Calls& calls, nccl::Comm comm) {
+    return calls.all_reduce(in, out, count, type, op, comm, stream);
+  });
 }
 
 void NcclComm::reduce(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op, int root,
@@ -206,39 +165,45 @@ void NcclComm::reduce(const void* in, void* out, size_t count, nccl::DataType ty
   check_reduction("reduce", type);
   op = reduction(op, size());
   check_peer("reduce", "the root", root);
-  run("reduce", count, type,
-      [&](const nccl::Calls& calls) { return calls.reduce(in, out, count, type, op, root, comm_, stream); });
+  run("reduce", count, type, [&](const nccl::Calls& calls, nccl::Comm comm) {
+    return calls.reduce(in, out, count, type, op, root, comm, stream);
+  });
 }
 
 void NcclComm::broadcast(const void* in, void* out, size_t count, nccl::DataType type, int root, void* stream) {
   check_peer("broadcast", "the root", root);
-  run("broadcast", count, type,
-      [&](const nccl::Calls& calls) { return calls.broadcast(in, out, count, moved(type), root, comm_, stream); });
+  run("broadcast", count, type, [&](const nccl::Calls& calls, nccl::Comm comm) {
+    return calls.broadcast(in, out, count, moved(type), root, comm, stream);
+  });
 }
 
 void NcclComm::all_gather(const void* in, void* out, size_t count, nccl::DataType type, void* stream) {
-  run("all_gather", count, type,
-      [&](const nccl::Calls& calls) { return calls.all_gather(in, out, count, moved(type), comm_, stream); });
+  run("all_gather", count, type, [&](const nccl::Calls& calls, nccl::Comm comm) {
+    return calls.all_gather(in, out, count, moved(type), comm, stream);
+  });
 }
 
 void NcclComm::reduce_scatter(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op,
                               void* stream) {
   check_reduction("reduce_scatter", type);
   op = reduction(op, size());
-  run("reduce_scatter", count, type,
-      [&](const nccl::Calls& calls) { return calls.reduce_scatter(in, out, count, type, op, comm_, stream); });
+  run("reduce_scatter", count, type, [&](const nccl::Calls& calls, nccl::Comm comm) {
+    return calls.reduce_scatter(in, out, count, type, op, comm, stream);
+  });
 }
 
 void NcclComm::send(const void* in, size_t count, nccl::DataType type, int peer, void* stream) {
   check_peer("send", "the receiver", peer);
-  run("send", count, type,
-      [&](const nccl::Calls& calls) { return calls.send(in, count, moved(type), peer, comm_, stream); });
+  run("send", count, type, [&](const nccl::Calls& calls, nccl::Comm comm) {
+    return calls.send(in, count, moved(type), peer, comm, stream);
+  });
 }
 
 void NcclComm::recv(void* out, size_t count, nccl::DataType type, int peer, void* stream) {
   check_peer("recv", "the sender", peer);
-  run("recv", count, type,
-      [&](const nccl::Calls& calls) { return calls.recv(out, count, moved(type), peer, comm_, stream); });
+  run("recv", count, type, [&](const nccl::Calls& calls, nccl::Comm comm) {
+    return calls.recv(out, count, moved(type), peer, comm, stream);
+  });
 }
 
 void NcclComm::send_parts(const void* in, const std::vector<size_t>& counts, nccl::DataType type, void* stream) {
@@ -279,28 +244,14 @@ void NcclComm::all_to_all(const void* in, const std::vector<size_t>& in_counts, 
 
 void NcclComm::grouped(const std::function<void()>& body) {
   const std::lock_guard lock(mutex_);
-  check();
-  const nccl::Calls& calls = library_->calls();
-  settle(calls.group_start());
-  ++depth_;
+  watch_.begin_group();
   try {
     body();
   } catch (const std::exception& error) {
-    if (problem_.empty()) problem_ = who() + " was aborted: a group of calls was left with an error: " + error.what();
-    leave_group();
+    watch_.leave_group_with(error.what());
     throw;
   }
-  const nccl::Result result = leave_group();
-  if (!problem_.empty()) fail(ErrorKind::kRuntime, problem_);
-  if (depth_ == 0 || result != nccl::kInProgress) settle(result);
-}
-
-// NCCL's list of what a group holds names the communicator until the outermost group has ended: only then may it go.
-nccl::Result NcclComm::leave_group() noexcept {
-  const nccl::Result result = library_->calls().group_end();
-  --depth_;
-  if (!problem_.empty()) drop();
-  return result;
+  watch_.end_group();
 }
 
 // ---- user buffers
@@ -309,9 +260,9 @@ nccl::Result NcclComm::leave_group() noexcept {
 void* NcclComm::register_memory(void* data, size_t bytes) {
   const nccl::BufferCalls& calls = library_->buffer_calls();
   const std::lock_guard lock(mutex_);
-  start("registering " + std::to_string(bytes) + " bytes of memory");
   void* handle = nullptr;
-  settle(calls.comm_register(comm_, data, bytes, &handle));
+  watch_.run(numbered("registering " + std::to_string(bytes) + " bytes of memory"),
+             [&](nccl::Comm comm) { return calls.comm_register(comm, data, bytes, &handle); });
   // NCCL gives no handle where registration would change nothing (NCCL_LOCAL_REGISTER=0).
   if (handle) registered_.insert(handle);
   return handle;
@@ -319,7 +270,11 @@ void* NcclComm::register_memory(void* data, size_t bytes) {
 
 void NcclComm::deregister_memory(void* handle) noexcept {
   const std::lock_guard lock(mutex_);
-  if (registered_.erase(handle) > 0 && comm_) library_->buffer_calls().comm_deregister(comm_, handle);
+  if (registered_.erase(handle) == 0 || watch_.gone()) return;
+  try {
+    watch_.run("", [&](nccl::Comm comm) { return library_->buffer_calls().comm_deregister(comm, handle); });
+  } catch (const std::exception&) {  // an error of the communicator, which its next call tells
+  }
 }
 
 }  // namespace ds::comm

@@ -6,12 +6,11 @@
 // `in` may be `out` where NCCL works in place (in all_gather `in` is this rank's row of `out`),
 // else they do not overlap. Counts of zero do nothing. Ranks are those of the communicator.
 //
-// [Note: errors and timeout] The communicator is NCCL's non-blocking kind: this class polls, and no call waits inside
-// the library. A missing rank or an error of NCCL, now or later from its own threads, becomes one ds::Error with the
-// name, the rank and the call, and aborts the communicator, so that streams stop waiting for it; all further calls
-// repeat that error. Other ranks get an error from NCCL, or when their timeout has passed.
+// [Note: errors and timeout] A missing rank or an error of NCCL, now or later from its own threads, becomes one
+// ds::Error with the name, the rank and the call, and aborts the communicator, so that streams stop waiting for it; all
+// further calls repeat that error. Other ranks get an error from NCCL, or when their timeout has passed. A thread
+// watches over this (nccl_watch.h).
 #pragma once
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -23,6 +22,7 @@
 #include "base/clock.h"
 #include "base/process.h"
 #include "comm/nccl/nccl_library.h"
+#include "comm/nccl/nccl_watch.h"
 
 namespace ds::comm {
 
@@ -37,12 +37,15 @@ struct NcclMember {
   // Waits until the device has finished all work on streams; called before memory or a communicator is freed. False:
   // the process is ending, and nothing is freed. Any thread.
   std::function<bool()> quiesce;
+  // Runs a function with the device of the communicator current, on the thread that calls this. Null: there is none to
+  // choose.
+  std::function<void(const std::function<void()>&)> on_device;
 };
 
 // Calls may come from any thread, one at a time; abort() at any time.
 class NcclComm {
  public:
-  // Collective over the ranks that have `id` from one of them. Binds the device that is current.
+  // Collective over the ranks that have `id` from one of them. Binds the device of the member.
   static std::shared_ptr<NcclComm> join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclMember member);
   ~NcclComm() { leave(); }
   NcclComm(const NcclComm&) = delete;
@@ -71,10 +74,10 @@ class NcclComm {
 
   // kType where this NCCL cannot reduce elements of `type`.
   void check_reduction(const char* what, nccl::DataType type) const;
-  // Throws the errors that NCCL has reported since the last call. Every call above does it first.
+  // Throws the errors that NCCL has found since the last call; asks it. Calls throw those that the thread has seen.
   void check();
   // Ends it at once; work on streams ends without a result. The first reason stays.
-  void abort(const std::string& reason);
+  void abort(const std::string& reason) noexcept;
   // Collective: finalizes the communicator. Idempotent. kRuntime if the other ranks do not call it in time.
   void close();
   // Ends it without the other ranks, after the work on the device. Idempotent.
@@ -89,28 +92,20 @@ class NcclComm {
   NcclComm(NcclLibraryPtr library, NcclMember member);
   template <typename Call>
   void run(const char* what, size_t count, nccl::DataType type, const Call& call);
-  void start(const std::string& what);
-  void settle(nccl::Result result);
-  [[noreturn]] void broken(const std::string& problem);
-  void drop() noexcept;  // ncclCommAbort, once no group is open
-  nccl::Result leave_group() noexcept;
+  std::string numbered(const std::string& what);  // with the number of the next call
   void check_peer(const char* what, const char* role, int rank) const;
   nccl::DataType moved(nccl::DataType type) const;
-  std::string who() const;  // NCCL communicator "world", rank 0 of 2
+  std::string who() const;
   void send_parts(const void* in, const std::vector<size_t>& counts, nccl::DataType, void* stream);
   void recv_parts(void* out, const std::vector<size_t>& counts, nccl::DataType, void* stream);
 
   const NcclLibraryPtr library_;
   const NcclMember member_;
   const OwningProcess owner_;
-  mutable std::recursive_mutex mutex_;
-  nccl::Comm comm_ = nullptr;
-  int depth_ = 0;                 // of groups
-  int64_t calls_ = 0;             // number of the last call
-  std::string last_ = "joining";  // the call that an error names
-  std::string problem_;           // the first error
+  std::recursive_mutex mutex_;
+  NcclWatch watch_;
+  int64_t calls_ = 0;  // number of the last call
   std::set<void*> registered_;
-  std::atomic<bool> abort_asked_{false};
 };
 using NcclCommPtr = std::shared_ptr<NcclComm>;
 

@@ -140,42 +140,6 @@ void NcclTensors::run(Verb verb, const std::optional<Named>& in, const std::opti
   issue(std::move(op));
 }
 
-void NcclTensors::check_packed(const char* what, const std::vector<Tensor>& outputs,
-                               const std::vector<Tensor>& inputs) const {
-  for (const Named& each : {Named{"output", outputs[0]}, Named{"packed", inputs[0]}})
-    if (each.tensor.scalar_type() != at::kByte)
-      fail(ErrorKind::kType, of(what), each.name, " has dtype torch.", name_of(each.tensor.scalar_type()),
-           "; packed chunks are torch.uint8. What only moves can travel as tensor.view(torch.uint8).");
-  checked(what, false, {{"output", outputs[0]}, {"packed", inputs[0]}});
-  checked(what, false, {{"output_scales", outputs[1]}, {"scales", inputs[1]}});
-}
-
-void NcclTensors::exchange_packed(const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs,
-                                  const std::vector<Splits>& splits) {
-  const char* const what = verb_name(Verb::kExchangePacked);
-  check_packed(what, outputs, inputs);
-  Op op{Verb::kExchangePacked, inputs[0], outputs[0]};
-  op.out_counts = parts(what, "output_splits", splits[0], outputs[0]);
-  op.in_counts = parts(what, "input_splits", splits[1], inputs[0]);
-  op.scales = std::make_shared<const ChunkScales>(
-      ChunkScales{inputs[1], outputs[1], parts(what, "input_scale_splits", splits[3], inputs[1]),
-                  parts(what, "output_scale_splits", splits[2], outputs[1])});
-  issue(std::move(op));
-}
-
-void NcclTensors::gather_packed(const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs) {
-  const char* const what = "gather_packed";
-  check_packed(what, outputs, inputs);
-  same_numel(what, {"output", outputs[0]}, inputs[0].numel() * nccl_->size());
-  same_numel(what, {"output_scales", outputs[1]}, inputs[1].numel() * nccl_->size());
-  const std::vector<Op> both{{Verb::kAllGather, inputs[0], outputs[0]}, {Verb::kAllGather, inputs[1], outputs[1]}};
-  if (grouping_) {
-    append(group_, both);
-  } else {
-    calls_->run_all(both)->wait();
-  }
-}
-
 void NcclTensors::check_registered(const Tensor& tensor) const {
   checked("register", false, {{"tensor", tensor}});
   if (tensor.numel() == 0) fail(ErrorKind::kValue, "register got an empty tensor: there is no memory to register.");

@@ -35,11 +35,6 @@ class NcclTensors {
   // Splits: of the output and of the input of kAllToAll.
   void run(Verb verb, const std::optional<Named>& in, const std::optional<Named>& out, int peer = -1,
            const std::string& reduction = "SUM", const std::vector<Splits>& splits = {});
-  // Bytes with their scales. Splits: of output, input, output_scales, input_scales.
-  void exchange_packed(const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs,
-                       const std::vector<Splits>& splits);
-  // As one launch, the gathers of the bytes and of their scales.
-  void gather_packed(const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs);
   void check_registered(const Tensor& tensor) const;
 
   // Calls in between become one launch at the end, on the stream that is current then; without `launch` none is made.
@@ -48,7 +43,6 @@ class NcclTensors {
 
  private:
   nccl::DataType checked(const char* what, bool reduces, const std::vector<Named>& tensors) const;
-  void check_packed(const char* what, const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs) const;
   void same_numel(const char* what, const Named& tensor, int64_t numel) const;
   std::vector<int64_t> parts(const char* what, const char* name, const Splits& splits, const Tensor& tensor) const;
   std::string of(const char* what) const;  // "all_reduce of world: "

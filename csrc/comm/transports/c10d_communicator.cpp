@@ -186,6 +186,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
     return op.verb == Verb::kBroadcast || (op.verb == Verb::kAllReduce && arithmetic(op.reduce));
   }
   bool reaches(const c10::Device& device) const override { return device.is_cpu() || (members_.empty() && !gloo_); }
+  bool carries_host_memory() const override { return gloo_ || name_.find("mpi") != std::string::npos; }
   WorkPtr run_all(const std::vector<Op>& ops) override { return transfers(ops, first_tag_); }
   CommunicatorPtr among(const std::vector<int>& ranks) override {
     return std::make_shared<C10dCommunicator>(group(), ranks);

@@ -39,6 +39,8 @@ class CountedCommunicator : public Communicator {
   int size() const override { return size_; }
   std::string name() const override { return "counted"; }
   bool carries(const Op& op) const override { return op.peer != kAnyRank; }
+  // As NCCL does; ranks that compute on the CPU have no such communicator.
+  bool groups() const override { return time_.touched == nullptr && !(time_.step && time_.step->synchronous()); }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
   std::shared_ptr<Communicator> among(const std::vector<int>& ranks) override {
     const auto mine = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
@@ -49,20 +51,33 @@ class CountedCommunicator : public Communicator {
   bool carries_parts() const override { return time_.touched != nullptr; }
   WorkPtr start(const Op& op) override {
     if (peers_ && is_message(op.verb)) return pass_on(op);
-    if (op.out.defined() && op.out.is_cpu()) {
+    if (op.out.defined() && !op.out.is_meta()) {
       // A mode of Python takes far longer than the copy.
       const c10::impl::ExcludeDispatchKeyGuard unseen(c10::python_ks);
-      fill(op);
+      op.visit_each([this](const Op& one) { fill(one); });
     }
     if (op.parts) touch(op.parts->give_counts(), static_cast<int64_t>(op.parts->some().element_size()));
     if (size_ == 1 || op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
     if (!time_.step) return std::make_shared<CountedWork>(nullptr, 0);
-    const auto width = static_cast<int64_t>(op.own().defined() ? op.own().element_size() : op.whole().element_size());
-    return std::make_shared<CountedWork>(time_.step,
-                                         time_.step->start(group_, time_.link.time_of(moved(op) * width, size_)));
+    int64_t bytes = 0;
+    op.visit_each([&](const Op& one) {
+      const at::Tensor& some = one.own().defined() ? one.own() : one.whole();
+      bytes += moved(one) * static_cast<int64_t>(some.element_size());
+    });
+    const int64_t takes = time_.link.time_of(bytes, size_);
+    if (op.own().is_cpu() && !time_.touched) {  // hosts wait for each other, beside their devices
+      time_.step->exchange(takes);
+      return std::make_shared<CountedWork>(nullptr, 0);
+    }
+    return std::make_shared<CountedWork>(time_.step, time_.step->start(group_, takes, described(op)));
   }
 
  private:
+  static std::string described(const Op& op) {
+    const std::string verb = verb_name(op.verb);
+    return op.tag.empty() ? verb : verb + " of " + op.tag;
+  }
+
   void touch(std::vector<int64_t> counts, int64_t width) const {
     counts[static_cast<size_t>(rank_)] = 0;
     time_.touched(ShmGroup::exchange_memory(size_, width * *std::max_element(counts.begin(), counts.end())));
@@ -113,7 +128,6 @@ class CountedCommunicator : public Communicator {
         for (const at::Tensor& part : parts_of(op.out, op.out_counts, size_)) copy(part, op.in);
         return;
       case Verb::kAllToAll:
-      case Verb::kExchangePacked:
         if (op.parts) return;
         for (const at::Tensor& part : parts_of(op.out, op.out_counts, size_))
           copy(part, parts_of(op.in, op.in_counts, size_)[static_cast<size_t>(rank_)]);

@@ -23,10 +23,10 @@ struct CountedTime {
 // take no time: that of a pipeline's is in plan/pipe_cost.h.
 using PlannedPeers = c10::intrusive_ptr<c10d::Store>;
 
-// Carries every verb, of tensors on any device, and returns at once. Tensors in host memory get what they would if all
-// ranks passed the same values: a sum is the value times the size of the group, all parts of an all-gather are this
-// rank's, and what a rank receives is zeros. Tensors of other devices are not touched. logged() records the calls.
-// `peers` is null where no other rank is planned.
+// Carries every verb, of tensors on any device, and returns at once. Tensors get what they would if all ranks passed
+// the same values: a sum is the value times the size of the group, all parts of an all-gather are this rank's, and what
+// a rank receives is zeros. Meta tensors are not touched. logged() records the calls. `peers` is null where no other
+// rank is planned.
 CommunicatorPtr counted_communicator(int rank, int size, std::string group = {}, CountedTime time = {},
                                      PlannedPeers peers = {});
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/calls/event_pool.h"
 #include "comm/calls/one_queue.h"
 #include "comm/nccl/native_stream.h"
 #include "comm/nccl/nccl_tensors.h"
@@ -34,8 +35,8 @@ std::optional<nccl::RedOp> nccl_op(ReduceOp op, at::ScalarType type) {
 // because torch's allocator reuses their memory in the order of the stream on which they were made.
 class StreamWork : public Work {
  public:
-  StreamWork(c10::Event done, std::vector<Op> ops, std::function<void()> finish)
-      : done_(std::move(done)), ops_(std::move(ops)), finish_(std::move(finish)) {}
+  StreamWork(std::shared_ptr<EventPool> events, c10::Event done, std::vector<Op> ops, std::function<void()> finish)
+      : events_(std::move(events)), done_(std::move(done)), ops_(std::move(ops)), finish_(std::move(finish)) {}
   // Nobody has waited: the memory may be handed out again, but not before the device is done with it.
   ~StreamWork() override {
     try {
@@ -58,8 +59,10 @@ class StreamWork : public Work {
   void block() {
     const c10::Device device = ops_[0].own().device();
     done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    events_->give(std::move(done_));
   }
 
+  const std::shared_ptr<EventPool> events_;
   c10::Event done_;
   std::vector<Op> ops_;
   std::function<void()> finish_;
@@ -75,8 +78,7 @@ class NcclCommunicator : public Communicator, public OneQueue {
   bool carries(const Op& op) const override {
     if (by_host(op)) return true;
     switch (op.verb) {
-      case Verb::kAllToAll:
-      case Verb::kExchangePacked: return true;
+      case Verb::kAllToAll: return true;
       case Verb::kAllReduce:
       case Verb::kReduce:
       case Verb::kReduceScatter: {
@@ -92,6 +94,7 @@ class NcclCommunicator : public Communicator, public OneQueue {
       default: return false;
     }
   }
+  bool groups() const override { return true; }
   WorkPtr run_all(const std::vector<Op>& ops) override {
     if (ops.empty()) return std::make_shared<DoneWork>();
     if (by_host(ops[0])) return host_->run_all(ops);
@@ -101,13 +104,11 @@ class NcclCommunicator : public Communicator, public OneQueue {
       });
     });
   }
+  bool carries_host_memory() const override { return host_ != nullptr; }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return host_ ? host_->peer_memory(bytes) : nullptr; }
   CommunicatorPtr among(const std::vector<int>& ranks) override { return host_ ? host_->among(ranks) : nullptr; }
   void abort(const std::string& why) noexcept override {
-    try {
-      nccl_->abort(why);
-    } catch (const std::exception&) {  // it is broken already
-    }
+    nccl_->abort(why);
     if (host_) host_->abort(why);
   }
   void leave() override {
@@ -118,12 +119,16 @@ class NcclCommunicator : public Communicator, public OneQueue {
  protected:
   WorkPtr start(const Op& op) override {
     if (by_host(op)) return host_->run(op);
-    if (op.verb == Verb::kExchangePacked)
+    if (op.more) {
+      for (const Op& each : op.each())
+        if (each.in.scalar_type() != each.out.scalar_type())
+          fail(ErrorKind::kType, verb_name(op.verb), ": several tensors in one call keep their dtype");
       return on_stream({op}, [&](void* stream) {
         nccl_->grouped([&] {
-          for (const Op& each : op.exchanges()) call(each, each.out, stream);
+          for (const Op& each : op.each()) call(each, each.out, stream);
         });
       });
+    }
     at::Tensor out = op.out;
     std::function<void()> finish;
     if (op.verb == Verb::kReduceScatter && out.scalar_type() != op.in.scalar_type()) {
@@ -147,12 +152,15 @@ class NcclCommunicator : public Communicator, public OneQueue {
     }
     const c10::impl::VirtualGuardImpl guard(device.type());
     if (!stream_) stream_ = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-    c10::Event ready(device.type()), done(device.type());
+    if (!events_) events_ = std::make_shared<EventPool>(device.type());
+    c10::Event ready = events_->take();
     ready.record(guard.getStream(device));
     ready.block(*stream_);
+    events_->give(std::move(ready));
+    c10::Event done = events_->take();
     make(native_stream(*stream_));
     done.record(*stream_);
-    return std::make_shared<StreamWork>(std::move(done), ops, std::move(finish));
+    return std::make_shared<StreamWork>(events_, std::move(done), ops, std::move(finish));
   }
 
   // Types that NCCL does not know move as bytes.
@@ -187,6 +195,7 @@ class NcclCommunicator : public Communicator, public OneQueue {
   NcclCommPtr nccl_;
   CommunicatorPtr host_;  // null: there is no other memory
   c10::optional<c10::Stream> stream_;
+  std::shared_ptr<EventPool> events_;
 };
 
 }  // namespace

@@ -48,7 +48,8 @@ DS_CONFIG_CHAPTER(20, kTraining, "Optimizer") {
   c.rule("OneBitAdam, ZeroOneAdam and OneBitLamb do not work with ZeRO.", [](RuleContext& j) {
     if (!one_bit(j.text("optimizer.type")) || j.integer("zero_optimization.stage") == 0) return;
     j.error({"optimizer.type", "zero_optimization.stage"}, "the 1-bit optimizers do not work with ZeRO.",
-            "Set \"zero_optimization.stage\" to 0 or choose another optimizer.");
+            "Set \"zero_optimization.stage\" to 0, or choose another optimizer and compress what ZeRO sends with "
+            "\"zero_quantized_gradients\" and \"zero_quantized_weights\" (ZeRO++).");
   });
 }
 

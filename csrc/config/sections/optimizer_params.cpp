@@ -39,6 +39,11 @@ Fields operator+(Fields a, const Fields& b) {
 }
 
 Field bias_correction() { return boolean("bias_correction", true, "Correct the averages for their start at zero."); }
+Field onebit_bias_correction() {
+  return boolean("bias_correction", false,
+                 "Correct the averages for their start at zero. The published class ignores it, so it is off unless it "
+                 "is written.");
+}
 Field eps_inside_sqrt() { return boolean("eps_inside_sqrt", false, "Add eps under the root."); }
 
 struct Registered {
@@ -71,26 +76,31 @@ Fields adam() {
           boolean("differentiable", false, "With torch_adam: autograd through the step.")};
 }
 
+Fields lamb_bounds() {
+  return {number("max_coeff", 10.0, "Largest trust ratio."), number("min_coeff", 0.01, "Smallest trust ratio.")};
+}
+
 Fields lamb() {
-  return {lr(),
-          betas(),
-          eps(1e-8),
-          weight_decay(),
-          bias_correction(),
-          amsgrad(),
-          eps_inside_sqrt(),
-          max_grad_norm(),
-          number("max_coeff", 10.0, "Largest trust ratio."),
-          number("min_coeff", 0.01, "Smallest trust ratio.")};
+  return Fields{lr(),      betas(),           eps(1e-8),      weight_decay(), bias_correction(),
+                amsgrad(), eps_inside_sqrt(), max_grad_norm()} +
+         lamb_bounds();
 }
 
 Fields onebit() {
-  return {boolean("cuda_aware", false, "The MPI library takes device pointers."),
-          text("comm_backend_name", "nccl", "Backend of the compressed all-reduce.")};
+  return {
+      boolean("cuda_aware", false, "With comm_backend_name \"mpi\": the MPI library takes device memory."),
+      text("comm_backend_name", "nccl",
+           "Transport of the signs: \"nccl\" and \"compressed\" are the one that the engine has, \"mpi\" is mpi4py.")
+          .one_of({"nccl", "compressed", "mpi"})};
 }
 
 Field freeze_step() {
-  return integer("freeze_step", 100000, "Steps of warm-up before compression starts.").at_least(0);
+  return integer("freeze_step", 100000,
+                 "Steps of warm-up before compression starts. \"auto\": until the norm of the variance has changed by "
+                 "less than 4 % over 1 / (1 - beta2) steps.")
+      .also(kText)
+      .one_of({"auto"})
+      .at_least(0);
 }
 
 }  // namespace
@@ -99,27 +109,22 @@ std::map<std::string, std::vector<Field>> optimizer_params() {
   std::map<std::string, Fields> out;
   out["Adam"] = out["AdamW"] = adam();
   out["Lamb"] = lamb();
-  out["OneBitAdam"] = Fields{lr(),      freeze_step(),     betas(),        eps(1e-8), weight_decay(), bias_correction(),
-                             amsgrad(), eps_inside_sqrt(), max_grad_norm()} +
-                      onebit();
-  out["OneBitLamb"] = lamb() + onebit() +
+  const Fields adams = {lr(),      betas(),           eps(1e-8),      weight_decay(), onebit_bias_correction(),
+                        amsgrad(), eps_inside_sqrt(), max_grad_norm()};
+  out["OneBitAdam"] = adams + Fields{freeze_step()} + onebit();
+  out["OneBitLamb"] = adams + lamb_bounds() + onebit() +
                       Fields{freeze_step(), number("coeff_beta", 0.9, "Decay of the running trust ratio."),
                              number("factor_max", 4.0, "Largest scaling of the frozen ratio."),
                              number("factor_min", 0.5, "Smallest scaling of the frozen ratio."),
                              number("factor_threshold", 0.1, "Largest change of the scaling between steps.")};
   out["ZeroOneAdam"] =
-      Fields{lr(),
-             betas(),
-             eps(1e-8),
-             weight_decay(),
-             bias_correction(),
-             amsgrad(),
-             eps_inside_sqrt(),
-             max_grad_norm(),
-             integer("var_freeze_step", 100000, "Step after which the variance stays as it is.").at_least(0),
-             integer("var_update_scaler", 16, "Growth of the interval between variance updates.").at_least(1),
-             integer("local_step_scaler", 32678, "Growth of the interval between communications.").at_least(1),
-             integer("local_step_clipper", 16, "Largest interval between communications.").at_least(1)} +
+      adams +
+      Fields{integer("var_freeze_step", 100000, "Step after which the variance stays as it is.").at_least(0),
+             integer("var_update_scaler", 16, "Number of updates of the variance until their interval doubles.")
+                 .at_least(1),
+             integer("local_step_scaler", 32678, "Number of local steps until the interval of communication doubles.")
+                 .at_least(1),
+             integer("local_step_clipper", 16, "Largest interval between communications, in steps.").at_least(1)} +
       onebit();
   for (const Registered& type : registered())
     if (!type.params.empty()) out[type.name] = type.params;

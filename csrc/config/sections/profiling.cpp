@@ -55,7 +55,7 @@ DS_CONFIG_CHAPTER(60, kTraining, "Profiling") {
                     validated("throughput", "Samples per second in the progress line.",
                               {
                                   boolean("enabled", true, "Switch it off to save its synchronisation."),
-                                  boolean("synchronized", true, "Wait for the device, so that the time is right."),
+                                  boolean("synchronized", true, "Measure the time of the device, not that of the host."),
                               }),
                 }));
 }

@@ -115,7 +115,8 @@ Field leaf_module() {
 
 std::vector<Field> stage_3_fields() {
   return {
-      size("stage3_prefetch_bucket_size", 50000000, "Elements fetched ahead.").alias("prefetch_bucket_size"),
+      size("stage3_prefetch_bucket_size", 50000000, "Elements fetched ahead; the last module of them may exceed it.")
+          .alias("prefetch_bucket_size"),
       size("stage3_param_persistence_threshold", 100000, "Parameters with fewer elements stay gathered.")
           .alias("param_persistence_threshold"),
       integer("stage3_param_persitance_threshold", nullptr, "A misspelling in old configurations.")
@@ -207,19 +208,26 @@ Field zero_section(std::string name, std::string doc) {
           .not_built("the legacy stage 1"),
       boolean("round_robin_gradients", false, "Deal gradients to ranks in turn, so that they leave the device evenly.")
           .no_effect("every bucket belongs to all ranks in equal parts"),
-      size("zero_hpz_partition_size", 1, "Ranks (of one node) that hold a second copy of the shards: hpZ.")
-          .not_built("ZeRO++ hpZ"),
-      boolean("zero_quantized_weights", false, "Gather quantized weights: qwZ.").not_built("ZeRO++ qwZ"),
-      boolean("zero_quantized_nontrainable_weights", false, "Quantize frozen weights.")
-          .not_built("ZeRO++ for frozen weights"),
-      boolean("zero_quantized_gradients", false, "Reduce quantized gradients: qgZ.").not_built("ZeRO++ qgZ"),
-      section("zeropp_loco_param", "Error feedback for quantized gradients: LoCo.",
-              {
-                  share("err_beta", 0.8, "Decay of the error."),
-                  integer("reset_T", 1024, "Steps between resets of the error.").at_least(1),
-              })
-          .absent_is_null()
-          .not_built("ZeRO++ LoCo", kWhenPresent),
+      size(
+          "zero_hpz_partition_size", 1,
+          "Ranks (of one node) that together hold a second copy of the parameters, from which gathers read (hpZ, stage "
+          "3); 1 switches it off."),
+      boolean("zero_quantized_weights", false, "Parameters are gathered as codes of 8 bits (qwZ, stage 3)."),
+      boolean("zero_quantized_nontrainable_weights", false,
+              "Frozen parameters rest and are gathered as codes of 8 bits (MixZ++, stage 3)."),
+      boolean(
+          "zero_quantized_gradients", false,
+          "Gradients are reduced as codes: 8 bits for each element inside a host, 4 between hosts (qgZ, stages 1 to "
+          "3)."),
+      section(
+          "zeropp_loco_param",
+          "Error feedback of zero_quantized_gradients (LoCo): what codes lose is added to later gradients.",
+          {
+              share("err_beta", 0.8,
+                    "Share of the old error that is kept when a reduction adds what it has lost, times 1 - err_beta."),
+              integer("reset_T", 1024, "Steps after which the error starts from zero again.").at_least(1),
+          })
+          .absent_is_null(),
       integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off."),
       boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.")
           .not_built("hierarchical gathers of MiCS"),

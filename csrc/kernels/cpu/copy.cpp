@@ -86,10 +86,17 @@ void accumulate(const Launch& launch, void* dst, DType dst_dtype, const void* sr
   });
 }
 
+template <Isa isa>
+void move_all(const Launch& launch, const Move* moves, size_t count, DType to, DType from, float scale, bool add) {
+  for (size_t i = 0; i < count; ++i)
+    (add ? accumulate<isa> : copy<isa>)(launch, moves[i].to, to, moves[i].from, from, moves[i].numel, scale);
+}
+
 }  // namespace
 
 const decltype(KernelTable::copy) kCopy[kIsaCount] = DS_ENTRIES(copy);
 const decltype(KernelTable::accumulate) kAccumulate[kIsaCount] = DS_ENTRIES(accumulate);
+const decltype(KernelTable::move_all) kMoveAll[kIsaCount] = DS_ENTRIES(move_all);
 
 }  // namespace ds::kernels::cpu
 #endif

@@ -10,6 +10,8 @@ namespace ds::kernels::cpu {
 
 extern const decltype(KernelTable::copy) kCopy[kIsaCount];
 extern const decltype(KernelTable::accumulate) kAccumulate[kIsaCount];
+extern const decltype(KernelTable::find_nonfinite) kFindNonfinite[kIsaCount];
+extern const decltype(KernelTable::move_all) kMoveAll[kIsaCount];
 extern const decltype(KernelTable::sum_squares) kSumSquares[kIsaCount];
 extern const decltype(KernelTable::update) kUpdate[kIsaCount];
 extern const decltype(KernelTable::scale) kScale[kIsaCount];

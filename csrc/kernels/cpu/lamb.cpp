@@ -9,8 +9,8 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/lamb_blocks.h"
+#include "kernels/cpu/squares-inl.h"
 #include "kernels/cpu/update-inl.h"
-#include "kernels/sum_order.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
@@ -19,26 +19,6 @@ template <class D, class V>
 HWY_INLINE V direction(D d, V p, V m, V v, const LambConstants& c) {
   const V root = Add(Sqrt(Add(v, Set(d, c.eps_inside))), Set(d, c.eps_outside));
   return Add(Div(m, root), Mul(Set(d, c.decay), p));
-}
-
-// Adds the squares of x[i] to lanes[i % kSumLanes], in increasing i.
-inline void add_squares(const float* x, size_t n, double* lanes) {
-  const ScalableTag<double> d;
-  const Rebind<float, decltype(d)> narrow;
-  constexpr size_t kWidth = MaxLanes(ScalableTag<double>());
-  constexpr size_t kRegisters = kSumLanes / kWidth;
-  Vec<decltype(d)> sums[kRegisters];
-  for (size_t r = 0; r < kRegisters; ++r) sums[r] = LoadU(d, lanes + r * kWidth);
-  size_t i = 0;
-  for (; i + kSumLanes <= n; i += kSumLanes) {
-#pragma GCC unroll 16
-    for (size_t r = 0; r < kRegisters; ++r) {
-      const auto wide = PromoteTo(d, LoadU(narrow, x + i + r * kWidth));
-      sums[r] = MulAdd(wide, wide, sums[r]);  // the square is exact: fused or not, the sum is rounded once
-    }
-  }
-  for (size_t r = 0; r < kRegisters; ++r) StoreU(sums[r], d, lanes + r * kWidth);
-  for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += static_cast<double>(x[i]) * x[i];
 }
 
 template <class Grad>
@@ -92,9 +72,9 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 #include <algorithm>
-#include <vector>
 
 #include "kernels/cpu/split.h"
+#include "kernels/cpu/sum_blocks.h"
 #include "kernels/cpu/update.h"
 
 namespace ds::kernels::cpu {
@@ -102,12 +82,8 @@ namespace {
 
 static_assert(kSumBlock % LambBlock::kTile == 0 && LambBlock::kTile % kSumLanes == 0, "tiles continue their lanes");
 
-struct Sums {
-  double master, update;
-};
-
 // States of one block of a segment, and its sums.
-Sums moments_block(Isa isa, UpdateSegment segment, size_t begin, size_t end, UpdateArgs args, float grad_scale) {
+SumPair moments_block(Isa isa, UpdateSegment segment, size_t begin, size_t end, UpdateArgs args, float grad_scale) {
   LambBlock block;
   block.constants = static_cast<const LambConstants*>(args.constants);
   LambBlock* const given = &block;
@@ -120,47 +96,14 @@ Sums moments_block(Isa isa, UpdateSegment segment, size_t begin, size_t end, Upd
   return {sum_of_lanes(block.master_lanes), sum_of_lanes(block.update_lanes)};
 }
 
-// The sums of a segment's blocks, added as kernels/sum_order.h says; lanes that no block reaches are zero and would
-// change nothing.
-Sums sum_of_blocks(const Sums* blocks, size_t count) {
-  if (count == 1) return blocks[0];
-  double master[kSumBlockLanes] = {}, update[kSumBlockLanes] = {};
-  for (size_t b = 0; b < count; ++b) {
-    master[b % kSumBlockLanes] += blocks[b].master;
-    update[b % kSumBlockLanes] += blocks[b].update;
-  }
-  return {sum_of_lanes(master), sum_of_lanes(update)};
-}
-
 void moments(const Launch& launch, Isa isa, const UpdateSegment* segments, size_t count, const UpdateArgs& args,
              const StepScale& scale) {
-  std::vector<size_t> ends(count);  // of each segment, in the row of all blocks
-  size_t blocks = 0, total = 0;
-  for (size_t s = 0; s < count; ++s) {
-    ends[s] = blocks += sum_blocks(segments[s].numel);
-    total += segments[s].numel;
-  }
-  std::vector<Sums> found(blocks);
-  const auto run = [&](size_t begin, size_t end) {
-    size_t s = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
-    for (size_t b = begin; b < end; ++b) {
-      while (b >= ends[s]) ++s;
-      const size_t first = (b - (s == 0 ? 0 : ends[s - 1])) * kSumBlock;
-      found[b] = moments_block(isa, segments[s], first, std::min(segments[s].numel, first + kSumBlock), args,
-                               scale.grad_scale);
-    }
-  };
-  if (launch.pool == nullptr || total <= kInline) {
-    run(0, blocks);
-  } else {
-    launch.pool->parallel_for(blocks, 1, run);
-  }
-  for (size_t s = 0, begin = 0; s < count; begin = ends[s++]) {
-    if (segments[s].numel == 0) continue;
-    const Sums sum = sum_of_blocks(found.data() + begin, ends[s] - begin);
-    segments[s].sums[0] += sum.master;
-    segments[s].sums[1] += sum.update;
-  }
+  for_sum_blocks<SumPair>(
+      launch, segments, count,
+      [&](size_t s, size_t begin, size_t end) {
+        return moments_block(isa, segments[s], begin, end, args, scale.grad_scale);
+      },
+      [&](size_t s, const SumPair* blocks, size_t number) { add_pairs(blocks, number, segments[s].sums); });
 }
 
 void weights(const Launch& launch, Isa isa, const UpdateSegment* segments, size_t count, const UpdateArgs& args,

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "kernels/attention.h"
+#include "kernels/codes.h"
 #include "kernels/routes.h"
 #include "kernels/table.h"
 
@@ -20,6 +21,7 @@ struct Loaded {
   const KernelTable* (*get)(uint32_t) = nullptr;
   const RouteKernels* (*routes)(uint32_t) = nullptr;
   const AttentionKernels* (*attention)(uint32_t) = nullptr;
+  const CodeKernels* (*codes)(uint32_t) = nullptr;
   bool present = false;  // in its place, or named by the environment
   std::string error, other_abi;
 
@@ -51,6 +53,7 @@ struct Loaded {
     get = reinterpret_cast<const KernelTable* (*)(uint32_t)>(dlsym(library, "ds_device_kernels"));
     routes = reinterpret_cast<const RouteKernels* (*)(uint32_t)>(dlsym(library, "ds_device_route_kernels"));
     attention = reinterpret_cast<const AttentionKernels* (*)(uint32_t)>(dlsym(library, "ds_device_attention_kernels"));
+    codes = reinterpret_cast<const CodeKernels* (*)(uint32_t)>(dlsym(library, "ds_device_code_kernels"));
     if (get == nullptr) error = path + " is not a kernel library: it has no ds_device_kernels.";
   }
 };
@@ -96,6 +99,10 @@ const RouteKernels* ds_route_kernels(uint32_t abi, const char* device) {
 
 const AttentionKernels* ds_attention_kernels(uint32_t abi, const char* device) {
   return find_table(abi, device, &ds_cpu_attention_kernels_isa, &Loaded::attention);
+}
+
+const CodeKernels* ds_code_kernels(uint32_t abi, const char* device) {
+  return find_table(abi, device, &ds_cpu_code_kernels_isa, &Loaded::codes);
 }
 
 const char* ds_kernels_error(uint32_t abi, const char* device) {

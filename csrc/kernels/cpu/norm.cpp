@@ -68,10 +68,12 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "kernels/cpu/entries.h"
 #include "kernels/cpu/split.h"
+#include "kernels/ref/ref.h"
 
 namespace ds::kernels::cpu {
 namespace {
@@ -107,9 +109,21 @@ void sum_squares(const Launch& launch, const Segment* segments, size_t count, DT
   *sum += sum_of_lanes(lanes);
 }
 
+// Nearly always the sum of squares is finite, and then every element is.
+template <Isa isa>
+void find_nonfinite(const Launch& launch, const Checked* arrays, size_t count, DType dtype) {
+  for (size_t a = 0; a < count; ++a) {
+    const Segment all{const_cast<void*>(arrays[a].data), arrays[a].numel};
+    double sum = 0;
+    sum_squares<isa>(launch, &all, 1, dtype, &sum);
+    if (!std::isfinite(sum)) ref::find_nonfinite(launch, arrays + a, 1, dtype);
+  }
+}
+
 }  // namespace
 
 const decltype(KernelTable::sum_squares) kSumSquares[kIsaCount] = DS_ENTRIES(sum_squares);
+const decltype(KernelTable::find_nonfinite) kFindNonfinite[kIsaCount] = DS_ENTRIES(find_nonfinite);
 
 }  // namespace ds::kernels::cpu
 #endif

@@ -37,7 +37,7 @@ void split_segments(const Launch& launch, const AnySegment* segments, size_t cou
   }
   std::vector<size_t> ends(count);  // of each segment, in the row of all elements
   for (size_t s = 0, end = 0; s < count; ++s) ends[s] = end += segments[s].numel;
-  launch.pool->parallel_for(total, kGrain / width, [&](size_t begin, size_t end) {
+  launch.pool->parallel_for(total, std::max<size_t>(1, kGrain / width), [&](size_t begin, size_t end) {
     size_t s = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
     while (begin < end) {
       const size_t first = ends[s] - segments[s].numel;

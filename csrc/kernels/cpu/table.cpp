@@ -34,6 +34,8 @@ KernelTable ref_table() {
   t.last_error = &no_error;
   t.device_error = &no_error;
   t.column_sums = &ref::column_sums;
+  t.move_all = &ref::move_all;
+  t.find_nonfinite = &ref::find_nonfinite;
   return t;
 }
 
@@ -48,6 +50,8 @@ KernelTable isa_table(Isa isa) {
   t.update = kUpdate[i];
   t.scale = kScale[i];
   t.column_sums = kColumnSums[i];
+  t.move_all = kMoveAll[i];
+  t.find_nonfinite = kFindNonfinite[i];
   return t;
 }
 

@@ -16,6 +16,8 @@ inline unsigned blocks_for(size_t n, size_t per_thread) {
 
 void copy(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
 void accumulate(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
+void find_nonfinite(const Launch&, const Checked* arrays, size_t count, DType dtype);
+void move_all(const Launch&, const Move* moves, size_t count, DType to, DType from, float scale, bool add);
 void sum_squares(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum);
 void finish_norm(const Launch&, const double* sum, const double* failed, float loss_scale, float max_norm, bool check,
                  StepScale* out);

@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/entries.cuh"
+#include "kernels/cuda/piece_list.cuh"
 #include "kernels/sum_order.h"
 
 namespace ds::kernels::cuda {
@@ -98,6 +99,29 @@ __global__ void finish_norm_kernel(const double* sum, const double* failed, floa
   if (failed != nullptr && *failed != 0) out->skip = kSkipFailed;
 }
 
+constexpr size_t kChunk = 16 * kThreads * kPack;  // elements that one block looks at
+
+__global__ void find_nonfinite_kernel(const __grid_constant__ PieceList<Checked> list, DType dtype) {
+  const int one = list.find(blockIdx.x);
+  const Checked& array = list.pieces[one];
+  const size_t begin = list.begin(one, blockIdx.x, kChunk);
+  const size_t end = begin + kChunk < array.numel ? begin + kChunk : array.numel;
+  int32_t found = 0;
+  const auto look = [&](auto x) { found |= (isnan(x) ? kFoundNan : 0) | (isinf(x) ? kFoundInf : 0); };
+  for_elements(begin, end, threadIdx.x, blockDim.x, aligned(array.data), [&](size_t i, auto width) {
+    if (dtype == DType::kF64) {
+      double x[width.value];
+      load(array.data, dtype, i, x);
+      for (int k = 0; k < width.value; ++k) look(x[k]);
+    } else {
+      float x[width.value];
+      load(array.data, dtype, i, x);
+      for (int k = 0; k < width.value; ++k) look(x[k]);
+    }
+  });
+  if (found != 0) atomicOr(array.found, found);
+}
+
 }  // namespace
 
 void sum_squares(const Launch& launch, const Segment* segments, size_t count, DType dtype, double* sum) {
@@ -123,6 +147,12 @@ void sum_squares(const Launch& launch, const Segment* segments, size_t count, DT
     done += here;
   }
   launch_kernel(launch, &add_block_sums, 1, kSumBlockLanes, 0, block_sums, blocks, sum);
+}
+
+void find_nonfinite(const Launch& launch, const Checked* arrays, size_t count, DType dtype) {
+  for_piece_lists(arrays, count, kChunk, [&](const PieceList<Checked>& list, unsigned chunks) {
+    launch_kernel(launch, &find_nonfinite_kernel, chunks, kThreads, 0, list, dtype);
+  });
 }
 
 void finish_norm(const Launch& launch, const double* sum, const double* failed, float loss_scale, float max_norm,

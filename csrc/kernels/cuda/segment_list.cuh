@@ -5,10 +5,10 @@
 
 namespace ds::kernels::cuda {
 
-// A segment, or what is left of one, of a rule with at most two states.
+// A segment, or what is left of one.
 struct SegmentPart {
   void* master;
-  void* states[2];
+  void* states[kMaxStates];
   const void* grad;
   void* lp;
   float* scratch;
@@ -71,7 +71,7 @@ void for_segment_lists(const UpdateSegment* segments, size_t count, const Update
       const size_t taken = wanted < room ? wanted : room;
       SegmentPart& part = list.parts[list.count++];
       part.master = advance(whole.master, args.master_dtype, offset);
-      for (int k = 0; k < 2; ++k)
+      for (int k = 0; k < kMaxStates; ++k)
         part.states[k] = k < states ? advance(whole.states[k], args.state_dtype, offset) : nullptr;
       part.grad = advance(whole.grad, args.grad_dtype, offset);
       part.lp = advance(whole.lp, args.lp_dtype, offset);

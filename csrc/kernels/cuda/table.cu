@@ -27,9 +27,10 @@ const char* device_error() {
 }
 
 // DS_CUDA_TARGETS comes from cmake/Cuda.cmake: what the library holds code for, "sm_80, sm_90, PTX".
-constexpr KernelTable kTable = {kKernelAbi,   sizeof(KernelTable), "cuda",       DS_CUDA_TARGETS, &copy,   &accumulate,
-                                &sum_squares, &finish_norm,        &find_update, &update_name,    &update, &scale,
-                                &last_error,  &device_error,       &column_sums};
+constexpr KernelTable kTable = {
+    kKernelAbi,   sizeof(KernelTable), "cuda",       DS_CUDA_TARGETS, &copy,          &accumulate,
+    &sum_squares, &finish_norm,        &find_update, &update_name,    &update,        &scale,
+    &last_error,  &device_error,       &column_sums, &move_all,       &find_nonfinite};
 
 }  // namespace
 }  // namespace ds::kernels::cuda

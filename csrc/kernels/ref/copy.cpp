@@ -25,4 +25,9 @@ void accumulate(const Launch&, void* dst, DType dst_dtype, const void* src, DTyp
   }
 }
 
+void move_all(const Launch& launch, const Move* moves, size_t count, DType to, DType from, float scale, bool add) {
+  for (size_t i = 0; i < count; ++i)
+    (add ? accumulate : copy)(launch, moves[i].to, to, moves[i].from, from, moves[i].numel, scale);
+}
+
 }  // namespace ds::kernels::ref

@@ -1,12 +1,11 @@
 // Plain loops of LAMB.
 #include "kernels/lamb.h"
 
-#include <algorithm>
 #include <vector>
 
 #include "kernels/ref/element.h"
+#include "kernels/ref/sum_squares_of.h"
 #include "kernels/ref/update.h"
-#include "kernels/sum_order.h"
 
 namespace ds::kernels::ref {
 namespace {
@@ -14,18 +13,6 @@ namespace {
 float direction(float p, float m, float v, const LambConstants& c) {
   const float root = std::sqrt(v + c.eps_inside) + c.eps_outside;
   return m / root + c.decay * p;
-}
-
-// [Note: order of the sum of squares] in kernels/sum_order.h, for one segment.
-double sum_squares_of(const std::vector<float>& values) {
-  double block_lanes[kSumBlockLanes] = {};
-  for (size_t begin = 0, block = 0; begin < values.size(); begin += kSumBlock, ++block) {
-    double lanes[kSumLanes] = {};
-    for (size_t i = begin; i < std::min(values.size(), begin + kSumBlock); ++i)
-      lanes[(i - begin) % kSumLanes] += static_cast<double>(values[i]) * values[i];
-    block_lanes[block % kSumBlockLanes] += sum_of_lanes(lanes);
-  }
-  return sum_of_lanes(block_lanes);
 }
 
 void moments(const UpdateSegment* segments, size_t count, const UpdateArgs& args, float grad_scale) {

@@ -40,4 +40,13 @@ void finish_norm(const Launch&, const double* sum, const double* failed, float l
   if (failed != nullptr && *failed != 0) out->skip = kSkipFailed;
 }
 
+void find_nonfinite(const Launch&, const Checked* arrays, size_t count, DType dtype) {
+  for (size_t a = 0; a < count; ++a) {
+    for (size_t i = 0; i < arrays[a].numel; ++i) {
+      const double x = load(arrays[a].data, dtype, i);
+      *arrays[a].found |= (std::isnan(x) ? kFoundNan : 0) | (std::isinf(x) ? kFoundInf : 0);
+    }
+  }
+}
+
 }  // namespace ds::kernels::ref

@@ -5,6 +5,8 @@
 
 namespace ds::kernels::ref {
 
+void find_nonfinite(const Launch&, const Checked* arrays, size_t count, DType dtype);
+void move_all(const Launch&, const Move* moves, size_t count, DType to, DType from, float scale, bool add);
 void copy(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
 void accumulate(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
 void sum_squares(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum);

@@ -27,6 +27,9 @@ struct SpaceAxes {
   std::string way{};
   // The registered source of gathered weights (zero/gathers/sources). "": the first that fits.
   std::string source{};
+  // The ranks along `inner` have a second copy of what `shard` cuts, cut over them (hpZ), and the ranks along `outer`
+  // have the same place in each of these groups. {}: no rank has a second copy.
+  Axes inner{}, outer{};
 };
 
 struct SpaceQuery {

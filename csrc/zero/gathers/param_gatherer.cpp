@@ -5,9 +5,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/ranges.h"
-#include "plan/learned_order.h"
+#include "storage/fence.h"
 
 namespace ds::zero {
 
@@ -22,9 +23,10 @@ ParamGatherer::ParamGatherer(std::vector<ShardedParamPtr> params, ShardSourcePtr
 
 ParamGatherer::~ParamGatherer() { *alive_ = false; }
 
-int32_t ParamGatherer::add_unit(std::string name, std::vector<ShardedParamPtr> params) {
+int32_t ParamGatherer::add_unit(std::string name, std::vector<ShardedParamPtr> params, int32_t block) {
   Unit unit;
   unit.name = std::move(name);
+  unit.block = block;
   for (const ShardedParamPtr& param : params) {
     unit.params.push_back(param.get());
     unit.numel += param->numel();
@@ -40,6 +42,11 @@ void ParamGatherer::extend_unit(int32_t index, ShardedParamPtr param) {
   unit.params.push_back(param.get());
   unit.numel += param->numel();
   allow_pool(unit);
+}
+
+void ParamGatherer::use_source(ShardSourcePtr source) {
+  source_ = std::move(source);
+  for (const Unit& unit : units_) allow_pool(unit);
 }
 
 // The pool may keep buffers of the largest unit; what stays gathered never comes back to it.
@@ -61,28 +68,34 @@ bool ParamGatherer::left_out(const Unit& unit) const {
 
 // ---- holding ------------------------------------------------------------------------------------------------------
 
-void ParamGatherer::hold(const std::vector<ShardedParam*>& params, bool ahead) {
+void ParamGatherer::hold(const std::vector<ShardedParam*>& params, bool ahead, Values values) {
   std::vector<ShardedParam*> absent;
+  int64_t numel = 0;
   for (ShardedParam* param : params) {
     ++param->holders;
-    if (!param->available()) absent.push_back(param);
+    if (values == Values::kExact) ++param->exact_holders;
+    if (param->shows(values)) continue;
+    absent.push_back(param);
+    if (!param->available()) numel += param->numel();
   }
   if (absent.empty()) return;
-  int64_t numel = 0;
-  for (const ShardedParam* param : absent) numel += param->numel();
   if (live_ + numel > options_.max_live_numel) release_all();
-  with_slices(
-      [&] { source_->gather(absent, ahead && source_->looks_ahead() ? wanted_next() : std::vector<ShardedParam*>{}); });
+  with_slices([&] {
+    if (values == Values::kUsed) need_copies();
+    source_->gather(absent, ahead && source_->looks_ahead() ? wanted_next() : std::vector<ShardedParam*>{}, values);
+  });
   ++fetches_;
   live_ += numel;
   peak_live_ = std::max(peak_live_, live_);
 }
 
 void ParamGatherer::let_go(const std::vector<ShardedParam*>& params, bool keep) {
+  const bool model_goes_on = in_forward_ && live_ <= options_.max_live_numel;
   std::vector<ShardedParam*> free;
   for (ShardedParam* param : params) {
     if (param->holders > 0) --param->holders;
-    if (param->holders == 0 && !keep && param->available()) free.push_back(param);
+    const bool stays = keep || (model_goes_on && used_outside_.count(param));
+    if (param->holders == 0 && !stays && param->available()) free.push_back(param);
   }
   if (free.empty()) return;
   const StatusScope together(*free.front());
@@ -102,7 +115,15 @@ void ParamGatherer::forget_written(ShardedParam& param) {
 
 void ParamGatherer::drop(ShardedParam& param) {
   if (!param.available()) return;
-  if (options_.keeps_writes && written(param)) return;  // until the slices have taken the values
+  if (param.is_own_slice()) {
+    // The slice has the values. The masters, if there are any, take them before the next step.
+    if (param.written() || param.data_given) {
+      param.write_back();
+      param.note_slice_written();
+    }
+  } else if (options_.keeps_writes && written(param)) {
+    return;  // until the slices have taken the values
+  }
   live_ -= param.numel();
   param.release();
 }
@@ -115,9 +136,21 @@ void ParamGatherer::acquire(const std::vector<ShardedParam*>& params) {
     for (ShardedParam* param : params)
       if (param->holders == 0) drop(*param);
   }
-  hold(params, /*ahead=*/false);
+  hold(params, /*ahead=*/false, Values::kExact);
 }
-void ParamGatherer::release(const std::vector<ShardedParam*>& params) { let_go(params, false); }
+
+// Parameters that modules hold, too, show what these compute with again.
+void ParamGatherer::release(const std::vector<ShardedParam*>& params) {
+  for (ShardedParam* param : params) --param->exact_holders;
+  let_go(params, false);
+  std::vector<ShardedParam*> held;
+  for (ShardedParam* param : params)
+    if (param->holders > 0 && param->exact_holders == 0 && param->copies.codec && !written(*param) &&
+        param->available() && !param->shows_decoded())
+      held.push_back(param);
+  for (ShardedParam* param : held) param->forget_values();
+  if (!held.empty()) with_slices([&] { source_->gather(held, {}, Values::kUsed); });
+}
 
 void ParamGatherer::release_all() {
   for (const ShardedParamPtr& param : params_)
@@ -137,7 +170,27 @@ void ParamGatherer::mark_persistent() {
   hold(stay);
 }
 
-void ParamGatherer::refresh_persistent() {
+void ParamGatherer::publish(bool renew) {
+  if (copies_) {
+    copies_->follow_slices(renew);
+    if (storage::done_on_return(params_.front()->device())) copies_->finish();  // others may read them after this
+  }
+  source_->after_write();
+  ++publications_;
+}
+
+// A second copy that has not followed yet is made by all ranks together.
+void ParamGatherer::need_copies() {
+  if (!copies_) return;
+  if (!copies_->stale()) return copies_->finish();
+  copies_->start();
+  copies_->finish();
+  source_->after_write();
+  ++publications_;
+  refresh_persistent();
+}
+
+void ParamGatherer::refresh_persistent(Values values) {
   forget_saved_again();
   std::vector<ShardedParam*> stale;
   for (const ShardedParamPtr& param : params_) {
@@ -149,7 +202,8 @@ void ParamGatherer::refresh_persistent() {
       stale.push_back(param.get());
     }
   }
-  with_slices([&] { source_->refresh(stale); });
+  if (values == Values::kUsed && !stale.empty()) settle_copies();
+  with_slices([&] { source_->refresh(stale, values); });
   for (ShardedParam* param : stale) param->know_values();
   for (const ShardedParamPtr& param : params_) param->know_slice();
 }
@@ -157,9 +211,12 @@ void ParamGatherer::refresh_persistent() {
 // See ShardSource::meet_writes.
 void ParamGatherer::meet_writes() {
   ++forwards_;
-  bool wrote = false;
-  for (const ShardedParamPtr& param : params_) wrote = wrote || param->slice_written();
-  if (!options_.keeps_writes || !source_->meet_writes(wrote, forwards_)) return;
+  std::vector<ShardedParam*> written;
+  for (const ShardedParamPtr& param : params_)
+    if (param->slice_written()) written.push_back(param.get());
+  if (copies_) copies_->recode(written);
+  need_copies();
+  if (!options_.keeps_writes || !source_->meet_writes(!written.empty(), forwards_)) return;
   // Through param.data, and not to the slice: other ranks' slices may have been written meanwhile.
   const auto wrote_data = [](const ShardedParam& param) {
     return param.data_given && !param.slice_written() && param.own_part_differs();
@@ -168,7 +225,7 @@ void ParamGatherer::meet_writes() {
   for (const ShardedParamPtr& param : params_)
     if (param->available() && param->buffer().defined() && !param->written() && !param->kept && !wrote_data(*param))
       stale.push_back(param.get());
-  source_->refresh(stale);
+  source_->refresh(stale, Values::kUsed);
   for (ShardedParam* param : stale) param->know_values();
 }
 
@@ -182,57 +239,10 @@ void ParamGatherer::drain() {
 
 // ---- uses ---------------------------------------------------------------------------------------------------------
 
-void ParamGatherer::note(int32_t unit) {
-  recording_.push_back(unit);
-  const auto found =
-      std::find(trace_.begin() + static_cast<std::ptrdiff_t>(std::min(cursor_, trace_.size())), trace_.end(), unit);
-  if (found != trace_.end()) cursor_ = static_cast<size_t>(found - trace_.begin()) + 1;
-}
-
-void ParamGatherer::learn_trace() {
-  std::vector<int32_t> now;
-  for (size_t unit = 0; unit < units_.size(); ++unit)
-    if (left_out(units_[unit])) now.push_back(static_cast<int32_t>(unit));
-  if (now.empty() && unseen_.empty()) {
-    trace_ = std::move(recording_);
-    return;
-  }
-  const auto order_of = [](const std::vector<int32_t>& units, const std::vector<int32_t>& unseen) {
-    plan::LearnedOrder order{{}, unseen};
-    for (int32_t unit : units) order.entries.push_back({unit});
-    return order;
-  };
-  erase_if(recording_, [&](int32_t unit) { return contains(now, unit); });
-  plan::LearnedOrder next = order_of(recording_, now);
-  if (!trace_.empty()) next = plan::merged(order_of(trace_, unseen_), next).value_or(next);
-  trace_.clear();
-  for (const auto& entry : next.entries) trace_.push_back(entry.front());
-  unseen_ = next.unseen;
-}
-
-bool ParamGatherer::wanted_soon(int32_t unit) const {
-  if (unit < 0 || live_ > options_.max_live_numel) return false;
-  int64_t distance = 0;
-  for (size_t i = cursor_; i < trace_.size(); ++i) {
-    if (trace_[i] == unit) return true;
-    distance += units_[trace_[i]].numel;
-    if (distance > options_.max_reuse_numel) return false;
-  }
-  return false;
-}
-
-std::vector<ShardedParam*> ParamGatherer::wanted_next() const {
-  std::vector<ShardedParam*> result;
-  int64_t numel = 0;
-  for (size_t i = cursor_; i < trace_.size(); ++i) {
-    for (ShardedParam* param : units_[trace_[i]].params) {
-      if (param->available() || left_out_.count(param) || contains(result, param)) continue;
-      numel += param->numel();
-      if (numel > options_.prefetch_numel || live_ + numel > options_.max_live_numel) return result;
-      result.push_back(param);
-    }
-  }
-  return result;
+bool ParamGatherer::covers(int32_t unit) const {
+  if (source_->has_all() && (in_forward_ || !kept_.empty())) return true;
+  const int32_t block = units_.at(unit).block;
+  return block >= 0 && any_of(running_, [&](const UsePtr& use) { return use->unit == block; });
 }
 
 void ParamGatherer::enter(int32_t index, const std::vector<at::Tensor>& inputs) {
@@ -329,8 +339,16 @@ void ParamGatherer::begin_forward() {
   in_forward_ = true;
   whole_ = std::make_shared<Use>();
   whole_->unit = -1;
+  if (source_->has_all()) hold_all();
   recorded_before_ = recording_.size();
   if (offloaded_) source_->expect(wanted_next());
+}
+
+// Values that cost nothing are here from the begin of a forward to the end of its backward.
+void ParamGatherer::hold_all() {
+  for (const ShardedParamPtr& param : params_)
+    if (!param->persistent && !left_out_.count(param.get())) whole_->params.push_back(param.get());
+  hold(whole_->params);
 }
 
 void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
@@ -341,7 +359,12 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   running_.clear();
   if (whole_ && !whole_->params.empty()) {
     hook_outputs(whole_, outputs);
-    let_go(whole_->params, false);
+    // A backward follows, which begins with what was used last.
+    if (!outputs.empty() && live_ <= options_.max_live_numel) {
+      kept_ = whole_->params;
+    } else {
+      let_go(whole_->params, false);
+    }
   }
   whole_.reset();
   if (!outputs.empty()) return;
@@ -365,6 +388,8 @@ void ParamGatherer::abandon_forward() {
   if (backward_.empty()) release_all();
 }
 
+void ParamGatherer::let_go_kept() { let_go(std::exchange(kept_, {}), false); }
+
 void ParamGatherer::forget_saved_again() {
   let_go(saved_again_, false);
   saved_again_.clear();
@@ -382,6 +407,7 @@ void ParamGatherer::end_backward() {
     let_go(use->params, false);
   }
   backward_.clear();
+  let_go_kept();
   source_->forget_ahead();
   release_all();
   if (!recording_.empty()) {
@@ -397,6 +423,7 @@ void ParamGatherer::reset_uses() {
   running_.clear();
   if (in_forward_ && whole_) let_go(whole_->params, false);
   whole_.reset();
+  let_go_kept();
 }
 
 bool ParamGatherer::touch(ShardedParam& param) {
@@ -406,6 +433,7 @@ bool ParamGatherer::touch(ShardedParam& param) {
   if (!in_forward_ && running_.empty() && !in_backward) return false;
   const UsePtr use = !running_.empty() ? running_.back() : in_forward_ ? whole_ : backward_.back();
   use->params.push_back(&param);
+  if (use == whole_) used_outside_.insert(&param);
   if (use->unit >= 0) {
     Unit& unit = units_[use->unit];
     if (!contains(unit.params, &param)) {

@@ -25,6 +25,7 @@
 
 #include "base/step_clock.h"
 #include "zero/gathers/shard_source.h"
+#include "zero/gathers/slice_copier.h"
 #include "zero/rank_failures.h"
 #include "zero/spaces/sharded_param.h"
 
@@ -36,7 +37,8 @@ struct GathererOptions {
   int64_t max_reuse_numel = INT64_MAX;  // a parameter used again within this many elements is not released
   int64_t persistence_numel = 0;        // parameters with fewer elements stay gathered
   int64_t model_persistence_numel = INT64_MAX;  // elements that may stay gathered in all
-  int64_t prefetch_numel = INT64_MAX;           // elements fetched ahead, where fetching takes waiting
+  // Elements fetched ahead, where fetching takes waiting: the last unit of them may exceed it.
+  int64_t prefetch_numel = INT64_MAX;
   // Writes of the user into gathered values are kept until the engine's slices have taken it (UserWrites).
   bool keeps_writes = false;
   // A slice of this rank could not be read: the other ranks wait for it, and are told.
@@ -50,9 +52,13 @@ class ParamGatherer {
   ~ParamGatherer();
 
   // Units, made while the engine is built or when a module turns out to use a parameter that is not its own.
-  int32_t add_unit(std::string name, std::vector<ShardedParamPtr> params);
+  // `block`: the unit that has these parameters, too, and whose call has the calls of this one in it, as a rule; -1:
+  // there is none.
+  int32_t add_unit(std::string name, std::vector<ShardedParamPtr> params, int32_t block = -1);
   void extend_unit(int32_t unit, ShardedParamPtr param);
 
+  // Whether a call that is running has the parameters of the unit: its own call needs neither enter() nor leave().
+  bool covers(int32_t unit) const;
   // Around a call of the module. leave() with the outputs of the module that need gradients.
   void enter(int32_t unit, const std::vector<at::Tensor>& inputs);
   void leave(int32_t unit, const std::vector<at::Tensor>& outputs);
@@ -71,7 +77,7 @@ class ParamGatherer {
   // All ranks name the same ones.
   void leave_out(const std::vector<ShardedParam*>& params);
 
-  // For as long as a caller wants it.
+  // For as long as a caller wants it: the values of the slices.
   void acquire(const std::vector<ShardedParam*>& params);
   void release(const std::vector<ShardedParam*>& params);
 
@@ -80,13 +86,33 @@ class ParamGatherer {
   void forget_written(ShardedParam& param);  // it is not kept any more
   void before_slice_write();                 // by the user, to a slice of this rank
 
-  void mark_persistent();     // by size
-  void refresh_persistent();  // after the shards have changed
-  void release_all();         // everything that has no holder
-  void drain();               // ShardSource::drain
+  void mark_persistent();  // by size
+  // Around a change of the slices, which every rank makes. `renew`: second copies of the slices take the change now,
+  // and not when a forward begins.
+  void before_change() {
+    settle_copies();
+    source_->before_write();
+  }
+  void after_change(bool renew) {
+    publish(renew);
+    refresh_persistent(copies_ && copies_->stale() ? Values::kExact : Values::kUsed);
+  }
+  // The same where gathered values stay as they are: the user may have written into them.
+  void publish(bool renew);
+  void settle_copies() const {  // nobody reads slices for them any more
+    if (copies_) copies_->finish();
+  }
+  // Copies of the slices that are gathered instead of them, of which the engine is the owner.
+  void use_copies(SliceCopierPtr copies) { copies_ = std::move(copies); }
+  const SliceCopierPtr& copies() const { return copies_; }
+  void use_source(ShardSourcePtr source);                 // between two forwards, on all ranks
+  int64_t publications() const { return publications_; }  // calls of ShardSource::after_write
+  void release_all();                                     // everything that has no holder
+  void drain();                                           // ShardSource::drain
   ShardSource& source() { return *source_; }
   const std::vector<ShardedParamPtr>& params() const { return params_; }
 
+  int64_t max_live_numel() const { return options_.max_live_numel; }
   int64_t live_numel() const { return live_; }
   int64_t peak_live_numel() const { return peak_live_; }
   void reset_peak() { peak_live_ = live_; }
@@ -105,6 +131,7 @@ class ParamGatherer {
     std::string name;
     std::vector<ShardedParam*> params;
     int64_t numel = 0;
+    int32_t block = -1;
   };
 
   // Runs what needs the slices of all ranks.
@@ -113,10 +140,12 @@ class ParamGatherer {
     const InPhase waiting(*options_.clock, Phase::kGathers);
     RankFailures(options_.on_failure).guard(body);
   }
-  void hold(const std::vector<ShardedParam*>& params, bool ahead = true);
+  void hold(const std::vector<ShardedParam*>& params, bool ahead = true, Values values = Values::kUsed);
   void let_go(const std::vector<ShardedParam*>& params, bool keep);
   void drop(ShardedParam& param);
   void meet_writes();
+  void refresh_persistent(Values values = Values::kUsed);  // after the shards have changed
+  void need_copies();                                      // they have what slices have
   void note(int32_t unit);
   void learn_trace();
   bool left_out(const Unit& unit) const;
@@ -126,17 +155,25 @@ class ParamGatherer {
   void start_backward_use(const UsePtr& use);
   void end_backward_use(const UsePtr& use);
   void hook_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs);
+  void hold_all();
+  void let_go_kept();
   void reset_uses();
   void forget_saved_again();
 
   std::vector<ShardedParamPtr> params_;
   std::unordered_set<const ShardedParam*> left_out_;
   ShardSourcePtr source_;
+  SliceCopierPtr copies_;  // null: slices are gathered themselves
   GathererOptions options_;
   std::vector<Unit> units_;
   std::vector<UsePtr> running_;   // calls of modules that have not ended, innermost last
   std::vector<UsePtr> backward_;  // uses that hold parameters in backward
   UsePtr whole_;                  // the call of the model itself: holds what was touched outside of all units
+  // Params of the call of the model that has ended, until its backward has, or the next forward begins.
+  std::vector<ShardedParam*> kept_;
+  // Parameters that the model has used outside of all units, such as the weight of an embedding in its head: a unit
+  // that uses them before does not end their use.
+  std::unordered_set<const ShardedParam*> used_outside_;
   bool in_forward_ = false;
   int64_t forwards_ = 0;
   int64_t events_ = 0;  // starts and ends of backward parts
@@ -149,7 +186,7 @@ class ParamGatherer {
   size_t cursor_ = 0, recorded_before_ = 0;
   bool evaluated_ = false;  // trace_ is of an evaluation
   bool offloaded_ = false;  // slices rest elsewhere
-  int64_t live_ = 0, peak_live_ = 0, fetches_ = 0;
+  int64_t live_ = 0, peak_live_ = 0, fetches_ = 0, publications_ = 0;
   std::shared_ptr<bool> alive_;  // hooks outlive the gatherer
 };
 

@@ -10,37 +10,50 @@
 
 namespace ds::zero {
 
-std::vector<ShardedParam*> ShardSource::absent(const std::vector<ShardedParam*>& params) {
+std::vector<ShardedParam*> ShardSource::absent(const std::vector<ShardedParam*>& params, Values values) {
   std::vector<ShardedParam*> result;
   for (ShardedParam* param : params)
-    if (!param->available() && !contains(result, param)) result.push_back(param);
+    if (!param->shows(values) && !contains(result, param)) result.push_back(param);
   return result;
 }
 
-void ShardSource::take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params) {
+void ShardSource::take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params, Values values) {
   if (params.empty()) return;
   const StatusScope together(*params.front().first);
-  for (const auto& [param, buffer] : params) param->take_full(buffer);
+  for (const auto& [param, buffer] : params) {
+    if (param->available()) {
+      param->buffer().copy_(buffer);
+      param->note_values(values);
+      param->know_values();
+    } else {
+      param->take_full(buffer, values);
+    }
+  }
 }
 
-// In collectives of at most the size that is staged.
-void ShardSource::refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params) {
+// In one collective where it takes several tensors, else in some of at most the size that is staged.
+void ShardSource::refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params,
+                                   Values values) {
   at::NoGradGuard no_grad;
   std::vector<std::unique_ptr<StagedGather>> pending;
   for (size_t begin = 0, end = 0; begin < params.size(); begin = end) {
     int64_t bytes = 0;
-    while (end < params.size() && (end == begin || bytes < StagedGather::kLimit / 2)) {
+    while (end < params.size() && (end == begin || communicator.groups() || bytes < StagedGather::kLimit / 2)) {
       const ShardedParam& param = *params[end++];
-      bytes += param.slice_bytes() * param.parts();
+      bytes += param.row_bytes(values) * communicator.size();
     }
     const auto first = params.begin() + static_cast<std::ptrdiff_t>(begin);
     const auto last = params.begin() + static_cast<std::ptrdiff_t>(end);
     pending.push_back(std::make_unique<StagedGather>(communicator, buffers_, std::vector<ShardedParam*>(first, last),
-                                                     std::nullopt, /*in_place=*/true));
+                                                     values,
+                                                     /*in_place=*/true));
     collectives_ += pending.back()->collectives();
   }
   for (const auto& gather : pending)
-    for (const ShardedParam* param : gather->params()) gather->take(*param);
+    for (ShardedParam* param : gather->params()) {
+      gather->take(*param);
+      param->note_values(values);
+    }
 }
 
 namespace {

@@ -4,7 +4,8 @@
 // Ranks may take different branches (experts, depth, the length of what they generate), so a gather must not need the
 // others. Peer memory gives that: a rank copies what the owners have published. Where there is none (GPUs, several
 // hosts) gathers are collectives in an order that all ranks have learned; where one leaves it, they agree on each
-// gather (plan/gather_schedule.h). A rank that is through goes on serving until all are.
+// gather (plan/gather_schedule.h). A rank that is through goes on serving until all are. A rank that shares its
+// parameters with no other has them all, and gathers nothing.
 //
 // [Note: several groups]
 // Parameters of a space with ranks of its own (experts) are gathered among the ranks of that space. By peer memory each
@@ -31,8 +32,11 @@ namespace ds::zero {
 struct GatherGroup {
   comm::CommunicatorPtr ranks;
   std::vector<ShardedParamPtr> params;
-  comm::PeerMemoryPtr memory;  // in which their slices lie; null: there is none
+  comm::PeerMemoryPtr memory;  // in which their rows lie; null: there is none
   SpaceRanks space{};          // of the parameters; it opens communicators of an order of their own, or over other axes
+  Values values = Values::kUsed;  // that these ranks gather of them
+  int64_t published = 0;          // how often after_write() of earlier sources has published the memory
+  plan::Axes along{};             // of the ranks; {}: those of the space's shards
 };
 
 class ShardSource {
@@ -40,17 +44,22 @@ class ShardSource {
   // `storage`: the memory of gathered values; null while there is no engine.
   explicit ShardSource(std::shared_ptr<storage::ShardStorage> storage) : buffers_(std::move(storage)) {}
   virtual ~ShardSource() = default;
-  // All of `params` are available afterwards. `ahead` are wanted soon: a source that has to wait for transfers starts
-  // them now.
-  virtual void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) = 0;
+  // All of `params` show `values` afterwards, those that are available in place. `ahead` are wanted soon: a source that
+  // has to wait for transfers starts them now.
+  virtual void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead,
+                      Values values = Values::kUsed) = 0;
   virtual bool looks_ahead() const { return false; }
+  // Every slice is a whole parameter and rests on the device. The gathered values are the slices then, and all of them
+  // may be here at one time.
+  virtual bool has_all() const { return false; }
   // No rank gathers `params` until the next call, as far as each of them knows.
   virtual void leave_out(const std::vector<ShardedParam*>& /*params*/) {}
   virtual void forget_ahead() {}  // gathers that were started ahead are not needed any more
   // A hint: they are wanted soon. Slices that rest elsewhere are fetched.
-  virtual void expect(const std::vector<ShardedParam*>& params) { prefetch(params); }
-  // Available parameters take the values that the shards have now, in place. Every rank calls it for the same ones.
-  virtual void refresh(const std::vector<ShardedParam*>& params) = 0;
+  virtual void expect(const std::vector<ShardedParam*>& params) { prefetch(params, Values::kUsed); }
+  // Available parameters take the values that the shards have now, in place: such values, and exact ones where somebody
+  // holds these. Every rank calls it for the same ones.
+  virtual void refresh(const std::vector<ShardedParam*>& params, Values values) = 0;
   // Called when forward number `forward` of this rank begins; `wrote`: its user has written to slices since the last
   // one. Where a rank has, all wait for each other, so that all read in that forward the values that were written
   // before it, and the result is true. No rank waits where none has. Fails where this rank has read slices in that
@@ -76,15 +85,19 @@ class ShardSource {
   void reset_counters() { gathered_ = collectives_ = exchanges_ = 0; }
 
  protected:
-  // Those that are not available, each once.
-  static std::vector<ShardedParam*> absent(const std::vector<ShardedParam*>& params);
-  // Each parameter becomes its buffer; who watches their status is asked in once for all of them.
-  static void take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params);
-  static void prefetch(const std::vector<ShardedParam*>& params) {
+  // Those that do not show such values, each once.
+  static std::vector<ShardedParam*> absent(const std::vector<ShardedParam*>& params, Values values);
+  // Each parameter becomes its buffer, or takes the values of it; who watches their status is asked in once for all.
+  static void take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params, Values values);
+  static void prefetch(const std::vector<ShardedParam*>& params, Values values) {
     for (const ShardedParam* param : params)
-      if (param->offloaded() && param->status() == ParamStatus::kNotAvailable) param->prefetch();
+      if (param->row_elsewhere(values) && param->status() == ParamStatus::kNotAvailable) param->prefetch();
   }
-  void refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params);
+  // Values that a refresh brings.
+  static Values refreshed(const ShardedParam& param, Values values) {
+    return param.resolved(param.exact_holders > 0 ? Values::kExact : values);
+  }
+  void refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params, Values values);
 
   GatherBuffers buffers_;
   int64_t gathered_ = 0, collectives_ = 0, exchanges_ = 0;

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
-#include "storage/fence.h"
+#include "comm/calls/numbers.h"
 
 namespace ds::zero {
 
@@ -34,10 +34,8 @@ uint64_t fingerprint(const std::vector<std::string>& names, const std::vector<do
 }
 
 void add_up(const at::Tensor& numbers, const SpaceRanks& ranks, const c10::Device& device) {
-  const at::Tensor shared = device.is_cpu() ? numbers : numbers.to(device);
   for (const comm::CommunicatorPtr& group : {ranks.shard, ranks.replicas})
-    if (group->size() > 1) group->all_reduce(shared, comm::ReduceOp::kSum, "numbers that must be alike")->wait();
-  if (!device.is_cpu()) numbers.copy_(shared);
+    comm::sum_numbers(*group, numbers, device, "numbers that must be alike");
 }
 
 // "0.01 on rank 0 and 0.05 on ranks 1, 2"
@@ -81,7 +79,6 @@ bool Agreement::agrees(const Bits& sums) {
 }
 
 std::string Agreement::difference(const SpaceRanks& ranks, const c10::Device& device) const {
-  const c10::Device sent = storage::device_for_numbers(device);
   const int64_t all = ranks.shard->size() * ranks.replicas->size();
   const int64_t row = ranks.replicas->rank() * ranks.shard->size() + ranks.shard->rank();
   // First how many each rank has, and its number among all ranks; then the numbers, as many as the one with most has.
@@ -96,7 +93,7 @@ std::string Agreement::difference(const SpaceRanks& ranks, const c10::Device& de
   facts[row][0] = static_cast<double>(rank_);
   facts[row][1] = static_cast<double>(names_of.size());
   facts[row][2] = static_cast<double>(names >> 11);  // exact in a double
-  add_up(facts, ranks, sent);
+  add_up(facts, ranks, device);
   const auto fact = [&](int64_t of, int64_t which) { return facts[of][which].item<double>(); };
   std::map<double, std::vector<int>> counts, kinds;
   for (int64_t of = 0; of < all; ++of) {
@@ -107,7 +104,7 @@ std::string Agreement::difference(const SpaceRanks& ranks, const c10::Device& de
   if (kinds.size() > 1) return "the hyperparameters of parameter groups have other names on some ranks";
   const at::Tensor numbers = at::zeros({all, static_cast<int64_t>(numbers_of.size())}, at::kDouble);
   for (size_t i = 0; i < numbers_of.size(); ++i) numbers[row][static_cast<int64_t>(i)] = numbers_of[i];
-  add_up(numbers, ranks, sent);
+  add_up(numbers, ranks, device);
   std::string text;
   for (size_t i = 0; i < numbers_of.size(); ++i) {
     std::map<double, std::vector<int>> values;
@@ -128,7 +125,7 @@ void Agreement::meet(const SpaceRanks& ranks, const c10::Device& device) const {
   const Bits own = bits();
   const at::Tensor sums = at::empty({static_cast<int64_t>(own.size())}, at::kFloat);
   std::memcpy(sums.data_ptr(), own.data(), sizeof own);
-  add_up(sums, ranks, storage::device_for_numbers(device));
+  add_up(sums, ranks, device);
   Bits found;
   std::memcpy(found.data(), sums.data_ptr(), sizeof found);
   if (!agrees(found)) refuse(ranks, device);

@@ -7,17 +7,18 @@
 
 namespace ds::zero {
 
-int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks) {
-  // At least a few buckets, or nothing could leave before backward's end; not too small, or latency eats the gain.
-  constexpr int64_t kSmallest = 1 << 20;
+int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks, bool on_host) {
+  // Several buckets, because the last one leaves when the backward is over and nothing runs beside it, and because a
+  // bucket has memory from its first gradient on; not too small, or latency eats the gain.
+  constexpr int64_t kSmallest = 1 << 20, kLargest = 50'000'000, kParts = 8;
   const int64_t given = std::max<int64_t>(1, options.bucket_numel);
-  return options.overlap && ranks > 1 ? std::min(given, std::max(kSmallest, total_numel / 3)) : given;
+  const int64_t wanted = std::min(kLargest, std::max(kSmallest, total_numel / kParts));
+  const bool sooner = options.overlap && ranks > 1, later = ranks == 1 && !on_host;
+  return sooner || later ? std::min(given, wanted) : given;
 }
 
 at::Tensor BucketReduction::row(const GradBucket& bucket) const {
-  const ParamSpace& space = this->space(bucket);
-  return space.grad.data.narrow(0, space.offset_in(space.grad, bucket.plan, bucket.plan.shard_begin),
-                                bucket.plan.shard_end - bucket.plan.shard_begin);
+  return store_.on_device(space(bucket).grad, space(bucket).row_in(space(bucket).grad, bucket.plan));
 }
 
 storage::Lease BucketReduction::lease_row(const GradBucket& bucket, storage::Access access) const {
@@ -41,9 +42,9 @@ void BucketReduction::put_row(const GradBucket& bucket, const at::Tensor& values
 // The row becomes the final sum, or grows by it.
 void BucketReduction::add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add) {
   storage::Lease lease;
-  if (!space(bucket).grad.data.defined())
+  if (!space(bucket).grad.on_device())
     lease = lease_row(bucket, add ? storage::Access::kUpdate : storage::Access::kWrite);
-  const at::Tensor target = lease ? lease.data() : row(bucket);
+  const at::Tensor target = lease ? lease.data() : store_.grad_row_to_write(space(bucket), bucket.plan);
   const bool rounds = after(bucket) != 1.0f && values.scalar_type() != target.scalar_type();  // else a copy is exact
   if (add) {
     device_.accumulate(target, beside(target, values), after(bucket));
@@ -58,21 +59,28 @@ at::Tensor BucketReduction::beside(const at::Tensor& target, const at::Tensor& v
   return memory_.borrow(values.numel(), values.scalar_type()).copy_(values);
 }
 
-void BucketReduction::need_slots(GradBucket& bucket) {
+void BucketReduction::need_slots(GradBucket& bucket, GradSlots& slots) {
   if (bucket.slots.defined()) return;
   const ParamSpace& space = this->space(bucket);
   if (space.local.exists()) {
-    bucket.slots = space.local.data.narrow(0, bucket.begin, bucket.numel);
+    const plan::Range block{bucket.begin, bucket.begin + bucket.numel};
+    const bool made = store_.occupy(space.local, block);
+    bucket.slots = store_.on_device(space.local, block);
+    if (made) slots.zero_gaps(bucket.slots, bucket.gaps);
     return;
   }
-  bucket.slots = memory_.borrow(bucket.numel, space.grad.dtype);
-  bucket.zero_gaps();
+  // Without other ranks the slots may be the row itself, unless it holds the sum of earlier micro-steps, to which a
+  // backward that raises must not add.
+  const bool is_row = ranks(bucket).alone() && space.grad.on_device() && !bucket.row_holds &&
+                      bucket.numel == bucket.plan.shard_end - bucket.plan.shard_begin;
+  bucket.slots = is_row ? store_.grad_row_to_write(space, bucket.plan) : memory_.borrow(bucket.numel, space.grad.dtype);
+  slots.zero_gaps(bucket.slots, bucket.gaps);
 }
 
 void BucketReduction::start(GradBucket& bucket) {
   if (bucket.way->at_end()) return;
   at::Tensor sent = bucket.slots;
-  if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
+  if (!options_.local && options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
     bucket.wire = memory_.borrow(bucket.numel, *options_.comm_dtype);
     device_.copy(bucket.wire, sent, 1.0f);
     sent = bucket.wire;
@@ -93,7 +101,7 @@ void BucketReduction::collect(GradBucket& bucket) {
 bool BucketReduction::leave_device(GradBucket& bucket) {
   const Buffer& grad = space(bucket).grad;
   const plan::Range row = space(bucket).row_in(grad, bucket.plan);
-  if (!bucket.way->gives_row() || grad.data.defined() ||
+  if (!bucket.way->gives_row() || grad.on_device() ||
       store_.storage()->resting(grad.plane, row) == storage::Medium::kDevice)
     return false;
   if (!bucket.row_holds) {
@@ -131,6 +139,7 @@ void BucketReduction::add_late(const GradBucket& bucket, GradSlots& slots, const
   const at::Tensor round = at::zeros({bucket.numel}, options);
   for (int32_t param : bucket.params)
     if (late[param].defined()) slots.put(param, round, bucket.begin, late[param], 1.0f, false);
+  slots.settle();
   add_to_row(bucket, bucket.way->sum_now(bucket, round), true);
 }
 

@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include "storage/fence.h"
+#include "comm/calls/numbers.h"
 
 namespace ds::zero {
 
@@ -16,7 +16,6 @@ FlagExchange::FlagExchange(const ParamStore& store, const std::vector<int32_t>& 
 }
 
 void FlagExchange::sum(BackwardFlags& flags) const {
-  const c10::Device device = storage::device_for_numbers(store_.device());
   for (size_t s = 0; s < store_.sets().size(); ++s) {
     const SpaceSet& set = store_.sets()[s];
     if (set.ranks.alone()) continue;
@@ -32,10 +31,8 @@ void FlagExchange::sum(BackwardFlags& flags) const {
       for (float& bit : flags.agreed) visit(*value++, bit);
     };
     each([](float& wire, float flag) { wire = flag; });
-    const at::Tensor shared = device.is_cpu() ? sent : sent.to(device);
     for (const comm::CommunicatorPtr& ranks : {set.ranks.shard, set.ranks.replicas})
-      if (ranks->size() > 1) ranks->all_reduce(shared, comm::ReduceOp::kSum, "flags of used parameters")->wait();
-    if (!device.is_cpu()) sent.copy_(shared);
+      comm::sum_numbers(*ranks, sent, store_.device(), "flags of used parameters");
     each([](float wire, float& flag) { flag = wire; });
   }
 }

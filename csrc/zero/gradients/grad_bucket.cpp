@@ -60,15 +60,6 @@ void GradBucket::enter(BucketState next) {
   state_ = next;
 }
 
-void GradBucket::zero_gaps() const {
-  constexpr size_t kFew = 8;  // more of them cost more than all of the slots
-  if (gaps.size() > kFew) {
-    slots.zero_();
-    return;
-  }
-  for (const auto& [from, to] : gaps) slots.narrow(0, from, to - from).zero_();
-}
-
 std::vector<GradBucket> grad_buckets(const ParamStore& store) {
   std::vector<BucketFacts> buckets;
   for (size_t s = 0; s < store.spaces().size(); ++s) {

@@ -39,6 +39,8 @@ struct BucketFacts {
   bool eager;                                       // leaves before backward's end even where nothing overlaps
   bool by_rows;                                     // one parameter, of which only touched rows travel
   std::vector<std::pair<int64_t, int64_t>> gaps{};  // padding, as [begin, end) within the bucket
+
+  int64_t row_numel() const { return plan.shard_end - plan.shard_begin; }  // of each rank
 };
 
 class ReduceWay;
@@ -49,7 +51,6 @@ struct GradBucket : BucketFacts {
   BucketState state() const { return state_; }
   // The only way to another state. Fails, and names both states and the bucket, where `next` may not follow.
   void enter(BucketState next);
-  void zero_gaps() const;  // in `slots`: padding travels, too, and must not be garbage, which could be nan
 
   std::shared_ptr<ReduceWay> way{};  // in which it is added up over the ranks
   bool row_holds = false;            // the row of reduced gradients holds a sum, perhaps of earlier micro-steps alone

@@ -12,10 +12,16 @@
 
 namespace ds::zero {
 
+namespace {
+
+constexpr size_t kUnderWay = 2;  // buckets that have left and keep their slots
+
+}  // namespace
+
 GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOptions options)
     : store_(store),
       device_(device),
-      slots_(store, device),
+      slots_(store, device, nonfinite_),
       views_(store, device),
       rank_(store.everyone().rank()),
       options_(options),
@@ -43,6 +49,7 @@ void GradReducer::begin(bool reduce) {
   at::NoGradGuard no_grad;
   if (active()) abort();
   withdraw();
+  if (ask_local_) options_.local = ask_local_();
   if (reduce && listener_ && listener_->wanted()) arrivals_ = Arrivals::kWanted;
   adopt_user_grads();
   make_room();
@@ -91,7 +98,7 @@ void GradReducer::absorb(size_t param, const at::Tensor& grad) {
   GradBucket& bucket = bucket_of(param);
   const float scale = phase_ == Phase::kReducing ? reduction_.before(bucket) : 1.0f;
   const SlotState held = filled_[param];
-  reduction_.need_slots(bucket);
+  reduction_.need_slots(bucket, slots_);
   slots_.put(param, bucket.slots, bucket.begin, grad, held == SlotState::kEarlier ? 1.0f : scale,
              held != SlotState::kEmpty);
   if (held == SlotState::kEmpty) filled_[param] = SlotState::kCurrent;
@@ -101,7 +108,8 @@ void GradReducer::on_grad(size_t param) {
   const auto lock = locked(mutex_);
   at::Tensor& held = store_.spec(param).tensor.mutable_grad();
   if (!held.defined()) return;
-  nonfinite_.note(param, held);
+  const bool in_time = phase_ == Phase::kIdle || bucket_of(param).state() == BucketState::kFilling;
+  if (!slots_.defers() || !in_time) nonfinite_.note({param}, {held});  // else the slots do, for several at a time
   if (phase_ == Phase::kIdle) {
     at::NoGradGuard no_grad;
     // A backward that nobody announced (of a graph that the engine's forward did not build): keep it, reduce at step.
@@ -115,6 +123,7 @@ void GradReducer::on_grad(size_t param) {
       }
       bucket_of(param).slots = at::Tensor();
       absorb(param, held);
+      slots_.settle();
       bucket_of(param).slots = at::Tensor();
       held = views_.shows(param) ? views_.slot(param) : at::Tensor();
     }
@@ -167,7 +176,7 @@ void GradReducer::launch_ready() {
     for (size_t b = 0; b < next_bucket_; ++b) {
       GradBucket& bucket = buckets_[b];
       if (bucket.state() != BucketState::kLaunched || !(bucket.eager || arrives(bucket))) continue;
-      const bool earlier = b + 1 < next_bucket_;
+      const bool earlier = b + kUnderWay < next_bucket_;
       const bool due = earlier || !options_.overlap || bucket.work->ended();
       if (!due || !(options_.waits || bucket.work->ready())) continue;
       reduction_.collect(bucket);
@@ -184,6 +193,7 @@ bool GradReducer::arrives(const GradBucket& bucket) const {
 }
 
 void GradReducer::arrive(GradBucket& bucket) {
+  slots_.settle();
   if (!reduction_.summed(bucket)) {
     if (bucket.row_holds) bucket.before = reduction_.copy_of_row(bucket);
     reduction_.complete(bucket, true);
@@ -211,7 +221,8 @@ void GradReducer::withdraw() {
 
 void GradReducer::launch(GradBucket& bucket) {
   if (reduction_.summed(bucket)) return;
-  reduction_.need_slots(bucket);
+  reduction_.need_slots(bucket, slots_);
+  if (reduction_.reads_slots(bucket)) slots_.settle();
   const float scale = reduction_.before(bucket);
   for (int32_t param : bucket.params) {
     if (!filled(param)) {
@@ -256,9 +267,11 @@ void GradReducer::exchange_flags() {
 // Reduces the buckets that have not left yet, and exchanges the flags of all ranks.
 void GradReducer::reduce_rest() {
   for (; next_bucket_ < buckets_.size(); ++next_bucket_) launch(buckets_[next_bucket_]);
+  slots_.settle();
   exchange_flags();
   for (const Abandoned& one : abandoned_) one.work->wait();  // all ranks are here, so all have launched them
   abandoned_.clear();
+  for (GradBucket& bucket : buckets_) reduction_.send_again(bucket);
   for (GradBucket& bucket : buckets_)
     if (bucket.state() != BucketState::kFilling && bucket.state() != BucketState::kArrived)
       reduction_.complete(bucket, filled(bucket.params.front()));
@@ -274,6 +287,7 @@ void GradReducer::reduce_rest() {
 
 // The end of a backward; failed_ranks_ says whether it has failed.
 void GradReducer::close() {
+  slots_.settle();
   if (phase_ == Phase::kReducing) {
     counts_.late = 0;
     if (stays_) {
@@ -318,6 +332,7 @@ bool GradReducer::abort_together() {
   for (; next_bucket_ < buckets_.size(); ++next_bucket_) {
     GradBucket& bucket = buckets_[next_bucket_];
     launch(bucket);
+    slots_.settle();
     if (bucket.state() == BucketState::kLaunched && !bucket.way->at_end()) reduction_.collect(bucket);
   }
   close();
@@ -331,6 +346,7 @@ bool GradReducer::abort() {
   if (!active()) return false;
   at::NoGradGuard no_grad;
   bool in_flight = false, lost = false;
+  slots_.settle();
   withdraw();
   for (GradBucket& bucket : buckets_) {
     const BucketState was = bucket.state();
@@ -394,6 +410,7 @@ void GradReducer::clear() {
   store_.alias_grad_buffer();
   views_.detach();
   for (size_t param = 0; param < store_.size(); ++param) views_.forget(param);
+  store_.free_grads();
   dirty_ = false;
   nonfinite_.clear();
 }

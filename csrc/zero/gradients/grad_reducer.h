@@ -29,7 +29,7 @@
 // If gradients are sharded, whole ones exist only between their backward and their reduction: buckets leave as early
 // as they can, from the first backward on (each parameter is taken to fire once, what comes later is late), and their
 // slots are free again as soon as they have been sent. A reduction on a stream of the device runs beside the backward
-// until the next bucket leaves: then the stream that computes waits for it. So at most one bucket that has left has
+// until the next but one leaves: then the stream that computes waits for it. So at most two buckets that have left have
 // slots, beside those that are being filled. What has arrived waits in `received` until the backward has ended: one
 // that raises leaves nothing behind.
 //
@@ -39,9 +39,11 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/gradients/bucket_reduction.h"
@@ -73,6 +75,10 @@ class GradReducer {
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
   void join();                 // the part of a rank without a backward in the reduction of the others'
   void clear();                // forget all gradients; .grad becomes undefined
+  // Drops the errors that reductions have kept of earlier ones: other weights have been loaded.
+  void forget_errors() {
+    for (GradBucket& bucket : buckets_) bucket.way->forget();
+  }
   void follow_moves() { views_.follow_moves(); }            // after planes of gradients have moved
   void set_grad_dtype(c10::optional<at::ScalarType> type);  // see ParamStore; not while active
   bool active() const { return phase_ != Phase::kIdle; }
@@ -99,6 +105,9 @@ class GradReducer {
   // `listener` hears of gradients that arrive before backward's end; null: nobody. Only where this rank's row comes of
   // one collective (no replicas): others wait for the end.
   void tell(GradArrivals* listener) { listener_ = listener; }
+  // Asked at the begin of each backward: whether each rank keeps its own gradients (ReducerOptions::local).
+  void ask_local(std::function<bool()> ask) { ask_local_ = std::move(ask); }
+  bool local() const { return options_.local; }                      // those of the last backward
   ReducerOptions& options() { return options_; }                     // not to be changed while a backward runs
   const WireBuffers& memory() const { return reduction_.memory(); }  // slots, wire and receive buffers
   void trim() { reduction_.memory().clear(); }  // those of them that are kept for the next backward
@@ -116,6 +125,7 @@ class GradReducer {
   };
 
   void adopt_user_grads();
+  at::Tensor local_slots(GradBucket& bucket);  // of the store's local buffer; not while a backward runs
   void absorb(size_t param, const at::Tensor& grad);
   void count(size_t param);
   void make_room();
@@ -150,6 +160,7 @@ class GradReducer {
   size_t next_bucket_ = 0;
   Arrivals arrivals_ = Arrivals::kUnwanted;
   GradArrivals* listener_ = nullptr;
+  std::function<bool()> ask_local_;
   bool dirty_ = false;             // something in the slots has not been reduced
   std::vector<SlotState> filled_;  // of each parameter
   std::vector<uint8_t> used_;      // not in place: some rank has contributed to the reduced gradient

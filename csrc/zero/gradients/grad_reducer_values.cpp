@@ -7,18 +7,25 @@
 
 namespace ds::zero {
 
+at::Tensor GradReducer::local_slots(GradBucket& bucket) {
+  bucket.slots = at::Tensor();
+  reduction_.need_slots(bucket, slots_);
+  return std::exchange(bucket.slots, at::Tensor());
+}
+
 // Takes what the user has left in .grad; if gradients are sharded, it is this rank's contribution to the sum.
 void GradReducer::adopt_user_grads() {
-  views_.adopt(filled_, [this](size_t param, const at::Tensor& grad) {
+  const auto need = [this](size_t param) { local_slots(bucket_of(param)); };
+  views_.adopt(filled_, need, [this](size_t param, const at::Tensor& grad) {
     GradBucket& bucket = bucket_of(param);
     changes(bucket);
     make_room();
     store_.need_local();
-    const at::Tensor slots = store_.space_of(param).local.data.narrow(0, bucket.begin, bucket.numel);
-    slots_.put(param, slots, bucket.begin, grad, 1.0f, filled(param));
+    slots_.put(param, local_slots(bucket), bucket.begin, grad, 1.0f, filled(param));
     filled_[param] = SlotState::kEarlier;
     dirty_ = true;
   });
+  slots_.settle();
 }
 
 void GradReducer::set_grad_dtype(c10::optional<at::ScalarType> type) {
@@ -45,8 +52,8 @@ void GradReducer::set_local(size_t param, const at::Tensor& grad) {
   store_.need_local();
   GradBucket& bucket = bucket_of(param);
   changes(bucket);
-  const at::Tensor slots = store_.space_of(param).local.data.narrow(0, bucket.begin, bucket.numel);
-  slots_.put(param, slots, bucket.begin, grad, 1.0f, false);
+  slots_.put(param, local_slots(bucket), bucket.begin, grad, 1.0f, false);
+  slots_.settle();
   filled_[param] = SlotState::kEarlier;
   dirty_ = true;
   if (views_.shows(param)) views_.attach(param);
@@ -54,6 +61,8 @@ void GradReducer::set_local(size_t param, const at::Tensor& grad) {
 
 void GradReducer::set_used(size_t param) {
   if (store_.space_of(param).in_place) {
+    local_slots(bucket_of(param));
+    slots_.settle();
     filled_[param] = SlotState::kEarlier;
     if (views_.shows(param)) views_.attach(param);
     return;

@@ -2,8 +2,9 @@
 //
 // Only gradients that lie whole on every rank are shown, and only where they have the parameter's own dtype (autograd
 // allows no other). Edits of .grad count: in place they change the buffer itself; another tensor as
-// .grad is copied into the slot; a .grad that is gone is not a gradient. A script that keeps such a tensor (g = param.grad)
-// when its gradient is forgotten has it with its values from then on: the next gradient comes into another one.
+// .grad is copied into the slot; a .grad that is gone is not a gradient. A script that keeps such a tensor (g =
+// param.grad) when its gradient is forgotten has it with its values from then on: the next gradient comes into another
+// one.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -32,7 +33,8 @@ class GradViews {
     const ParamSpace& space = store_.space_of(param);
     return space.in_place && space.grad.dtype == space.key.dtype;
   }
-  // The slot in the parameter's shape. Made once: making a tensor costs as much as all else that a gradient costs.
+  // The slot in the parameter's shape. Made once: making a tensor costs as much as all else that a gradient costs. Its
+  // memory is that of the gradients now, or none.
   const at::Tensor& slot(size_t param);
   void forget_slots() { slots_.assign(store_.size(), at::Tensor()); }  // the buffers are others
   void follow_moves();                                                 // the buffers have moved
@@ -44,8 +46,9 @@ class GradViews {
 
   // Takes the values of .grad that the user has left; `filled` then marks the slots that hold a gradient. Gradients
   // that are not shown go to `elsewhere`, and their .grad is undefined.
+  // `need` is called before a slot is written.
   using Elsewhere = std::function<void(size_t param, const at::Tensor& grad)>;
-  void adopt(std::vector<SlotState>& filled, const Elsewhere& elsewhere);
+  void adopt(std::vector<SlotState>& filled, const std::function<void(size_t param)>& need, const Elsewhere& elsewhere);
 
  private:
   ParamStore& store_;

@@ -18,19 +18,20 @@ class NonfiniteGrads {
  public:
   NonfiniteGrads(const DeviceContext& device, size_t params, bool wanted);  // not wanted: it remembers nothing
 
-  void note(size_t param, const at::Tensor& grad) const {
-    if (sums_.defined()) add(param, grad);
+  // Looks at the gradients of `params`, in few launches.
+  void note(const std::vector<size_t>& params, const std::vector<at::Tensor>& grads) const {
+    if (found_.defined()) look(params, grads);
   }
   void clear() {
-    if (sums_.defined()) sums_.zero_();
+    if (found_.defined()) found_.zero_();
   }
   std::vector<NonfiniteGrad> found() const;  // waits for the device
 
  private:
-  void add(size_t param, const at::Tensor& grad) const;
+  void look(const std::vector<size_t>& params, const std::vector<at::Tensor>& grads) const;
 
   const DeviceContext& device_;
-  at::Tensor sums_;  // of the squares of each gradient, fp64
+  at::Tensor found_;  // of each parameter: bits of kernels::kFoundInf and kFoundNan
 };
 
 }  // namespace ds::zero

@@ -15,12 +15,19 @@ struct ReducerOptions {
   double postscale = 1.0;                    // and by this after it
   c10::optional<at::ScalarType> comm_dtype;  // of the buffers that travel; unset: their own
   bool find_nonfinite_grads = false;         // remember which local gradients were not finite
+  bool blocks = false;                       // sharded: rows travel as blocks of integers (qgZ)
+  // Adds what codes of blocks lose to later gradients (LoCo), and forgets it every `block_reset_steps` steps.
+  bool block_errors = false;
+  float block_error_beta = 0;
+  int64_t block_reset_steps = INT64_MAX;
+  // Each rank keeps its own gradients, because the optimizer exchanges something else.
+  bool local = false;
   // The host may wait in backward for an earlier reduction. Not where ranks wait for each other in other ways
   // meanwhile.
   bool waits = true;
 };
 
 // The limit for buckets of the store: the user's, and at least a few buckets where they overlap with backward.
-int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks);
+int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks, bool on_host);
 
 }  // namespace ds::zero

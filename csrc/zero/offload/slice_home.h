@@ -26,17 +26,4 @@ struct SliceHome {
   bool here() const { return storage->here(plane, range, medium()); }
 };
 
-// A slice for as long as somebody works with it.
-class SliceLease {
- public:
-  explicit SliceLease(at::Tensor resting) : data_(std::move(resting)) {}
-  SliceLease(storage::Lease lease, int64_t numel)
-      : lease_(std::move(lease)), data_(lease_.data().narrow(0, 0, numel)) {}
-  const at::Tensor& data() const { return data_; }
-
- private:
-  storage::Lease lease_;
-  at::Tensor data_;
-};
-
 }  // namespace ds::zero

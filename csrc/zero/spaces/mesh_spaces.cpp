@@ -8,6 +8,8 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
+#include "comm/calls/numbers.h"
+#include "comm/segments/shared_segments.h"
 
 namespace ds::zero {
 
@@ -44,12 +46,9 @@ std::string text_of(const comm::ProcessMesh& mesh, const std::vector<Opening>& o
 void check_alike(comm::Communicator& ranks, const std::string& plan, c10::Device device) {
   if (ranks.size() == 1 || device.is_meta()) return;
   constexpr int64_t kShown = 1024;  // bytes of each rank's plan
-  at::Tensor own = at::zeros({kShown}, at::kByte);
+  const at::Tensor own = at::zeros({kShown}, at::kByte);
   std::memcpy(own.data_ptr(), plan.data(), std::min<size_t>(plan.size(), kShown));
-  own = own.to(device);
-  at::Tensor all = at::empty({ranks.size(), kShown}, own.options());
-  ranks.all_gather(own, all, "which communicators are opened")->wait();
-  all = all.to(at::kCPU);
+  const at::Tensor all = comm::gather_numbers(ranks, own, device, "which communicators are opened");
   const auto row = [&](int rank) { return all[rank]; };
   for (int rank = 1; rank < ranks.size(); ++rank) {
     if (at::equal(row(0), row(rank))) continue;
@@ -77,7 +76,8 @@ MeshSpaces::MeshSpaces(comm::ProcessMeshPtr mesh, const StagePolicy& policy, con
     axes[{other->rule, ""}];
     devices.push_back(other->device());
   }
-  const bool in_memory = all_of(devices, [](c10::Device device) { return device.is_cpu(); });
+  if (!devices.empty()) device_ = devices.front();
+  in_memory_ = all_of(devices, [](c10::Device device) { return device.is_cpu(); });
   std::vector<Opening> openings;
   for (auto& [key, space] : axes) {
     space = plan::space_axes({mesh_->grid(), key.first, shards_, key.second});
@@ -85,9 +85,9 @@ MeshSpaces::MeshSpaces(comm::ProcessMeshPtr mesh, const StagePolicy& policy, con
   }
   // Those of dense parameters come first in every plan.
   const SpaceAxes& dense = axes.at({"dense", ""});
-  const auto first = mesh_->open({{dense.shard, dense.purpose}, {dense.replicas, dense.purpose}}, in_memory);
-  check_alike(*first[shards_ ? 0 : 1], text_of(*mesh_, openings), devices.empty() ? at::kCPU : devices.front());
-  const std::vector<comm::CommunicatorPtr> opened = mesh_->open(openings, in_memory);
+  const auto first = mesh_->open({{dense.shard, dense.purpose}, {dense.replicas, dense.purpose}}, in_memory_);
+  check_alike(*first[shards_ ? 0 : 1], text_of(*mesh_, openings), device_);
+  const std::vector<comm::CommunicatorPtr> opened = mesh_->open(openings, in_memory_);
   size_t next = 0;
   for (const auto& [key, space] : axes) {
     SpaceRanks& ranks = spaces_[key];
@@ -100,8 +100,40 @@ MeshSpaces::MeshSpaces(comm::ProcessMeshPtr mesh, const StagePolicy& policy, con
       keep({made});
       return made;
     };
+    ranks.by_host = [this, key = key]() -> const comm::HostRanks& { return by_host(key); };
   }
   keep(opened);
+}
+
+const comm::HostRanks& MeshSpaces::by_host(const Key& key) {
+  const auto known = by_host_.find(key);
+  if (known != by_host_.end()) return known->second;
+  const SpaceRanks& ranks = spaces_.at(key);
+  const int size = ranks.shard->size(), rank = ranks.shard->rank();
+  comm::HostRanks& made = by_host_[key];
+  std::vector<int64_t> hosts(static_cast<size_t>(size), 0);  // of a planned job: one host
+  if (size > 1 && !device_.is_meta()) {
+    const at::Tensor all = comm::gather_numbers(*ranks.shard, at::full({1}, comm::host_id(), at::kLong), device_,
+                                                "which ranks share a host");
+    hosts.assign(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + size);
+  }
+  made.hosts = comm::group_by_host(hosts, rank);
+  const size_t width = made.hosts.ranks[0].size();
+  const bool even = all_of(made.hosts.ranks, [&](const auto& host) { return host.size() == width; });
+  if (!even || made.hosts.ranks.size() == 1 || width == 1) return made;
+  const std::vector<int> job_ranks = mesh_->sub(ranks.axes.shard).ranks;
+  const auto open_among = [&](const std::vector<int>& members, int place) {
+    comm::SubMesh some;
+    for (const int member : members) some.ranks.push_back(job_ranks[static_cast<size_t>(member)]);
+    some.rank = place;
+    return mesh_->communicator(some, Purpose::kBlocks, in_memory_);
+  };
+  std::vector<int> apart;
+  for (const std::vector<int>& host : made.hosts.ranks) apart.push_back(host[static_cast<size_t>(made.hosts.local)]);
+  made.inner = open_among(made.hosts.ranks[static_cast<size_t>(made.hosts.mine)], made.hosts.local);
+  made.outer = open_among(apart, made.hosts.mine);
+  keep({made.inner, made.outer});
+  return made;
 }
 
 void MeshSpaces::keep(const std::vector<comm::CommunicatorPtr>& made) {

@@ -34,13 +34,17 @@ class MeshSpaces {
   void abort(const std::string& why) const;
 
  private:
-  void keep(const std::vector<comm::CommunicatorPtr>& made);
-
   using Key = std::pair<std::string, std::string>;  // rule, axis of copies
+
+  void keep(const std::vector<comm::CommunicatorPtr>& made);
+  const comm::HostRanks& by_host(const Key& key);
 
   const comm::ProcessMeshPtr mesh_;
   const bool shards_;
+  c10::Device device_{c10::kCPU};  // of the first parameter
+  bool in_memory_ = false;         // all parameters are on the host
   std::map<Key, SpaceRanks> spaces_;
+  std::map<Key, comm::HostRanks> by_host_;
   std::vector<comm::CommunicatorPtr> opened_;
 };
 using MeshSpacesPtr = std::shared_ptr<const MeshSpaces>;

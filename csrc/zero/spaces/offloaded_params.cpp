@@ -50,7 +50,7 @@ storage::PlaneId OffloadedParams::add(const char* name, const std::vector<Slice>
 }
 
 void OffloadedParams::add_alone(const char* name, ShardedParam& param, const at::Tensor& memory) {
-  add(name, {{&param, 0}}, param.slice_numel(), param.dtype(), memory, /*alone=*/true);
+  add(name, {{&param, 0}}, param.resting_numel(), param.resting_type(), memory, /*alone=*/true);
 }
 
 storage::PlaneId OffloadedParams::add(const char* name, const std::vector<Slice>& slices, int64_t numel,

@@ -18,9 +18,13 @@ struct Buffer {
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
   bool full = false;  // layout: the full space, or this rank's shard
-  at::Tensor data;    // all of it, one-dimensional, where it rests on the device; else undefined: acquire leases
+  at::Tensor data;    // all of it, one-dimensional, where it rests on the device in one piece; else undefined
+  // On the device, and the block of each bucket has memory of its own while it is needed: see [Note: memory of
+  // gradients] in param_store.h.
+  bool apart = false;
 
   bool exists() const { return plane.number >= 0; }
+  bool on_device() const { return apart || data.defined(); }  // else leases of it are copies
   bool is(const Buffer& other) const { return plane.number == other.plane.number; }
   int64_t bytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
@@ -65,6 +69,11 @@ struct ParamSpace {
   }
   int64_t offset_in(const Buffer& buffer, const plan::Bucket& bucket, int64_t shard_offset) const {
     return buffer.full ? map.full_offset(bucket, rank(), shard_offset) : shard_offset;
+  }
+  // All that a buffer has of a bucket.
+  plan::Range block_in(const Buffer& buffer, const plan::Bucket& bucket) const {
+    if (!buffer.full) return {bucket.shard_begin, bucket.shard_end};
+    return {map.full_begin(bucket), map.full_end(bucket)};
   }
   // This rank's row of a bucket in a buffer.
   plan::Range row_in(const Buffer& buffer, const plan::Bucket& bucket) const {

@@ -30,6 +30,7 @@ struct ParamSpec {
   int64_t numel() const { return sharded ? sharded->numel() : tensor.numel(); }
   at::IntArrayRef sizes() const { return sharded ? at::IntArrayRef(sharded->sizes()) : whole().sizes(); }
   at::IntArrayRef strides() const { return sharded ? at::IntArrayRef(sharded->strides()) : whole().strides(); }
+  c10::Device device() const { return sharded ? sharded->device() : tensor.device(); }
   const at::Tensor& whole() const { return home.defined() ? home : tensor; }
 };
 

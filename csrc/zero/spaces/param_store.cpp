@@ -32,7 +32,7 @@ c10::Device common_device(const std::vector<ParamSpec>& specs, const std::vector
       fail(ErrorKind::kValue, "parameters lie on different devices: '", first->second, "' on ", first->first.str(),
            ", '", name, "' on ", device.str(), "; move the model to one device");
   };
-  for (const ParamSpec& spec : specs) add(spec.sharded ? spec.sharded->device() : spec.tensor.device(), spec.name);
+  for (const ParamSpec& spec : specs) add(spec.device(), spec.name);
   for (const ShardedParamPtr& other : others) add(other->device(), other->name());
   return first ? first->first : c10::Device(at::kCPU);
 }
@@ -154,8 +154,8 @@ void ParamStore::build_space(ParamSpace& space) {
     fill_masters(space);
   }
   const bool joined = space.in_place || !keeps_grads_apart(space);
-  space.grad = make_buffer(space, "gradients", grad_type(space), joined,
-                           joined ? storage::Placement{} : space.key.placements.grad, grad_copies_);
+  space.grad = make_grads(space, "gradients", grad_type(space), joined,
+                          joined ? storage::Placement{} : space.key.placements.grad);
   if (joined) space.local = space.grad;
 }
 
@@ -173,7 +173,7 @@ storage::PlaneId ParamStore::add_plane(const ParamSpace& space, const char* name
                                        const storage::Placement& placement, storage::PlaneExtras extras) {
   storage::Cuts cuts;
   for (const plan::Bucket& bucket : space.map.buckets) {
-    const plan::Range row = space.row_in(buffer, bucket);
+    const plan::Range row = extras.apart ? space.block_in(buffer, bucket) : space.row_in(buffer, bucket);
     cuts.push_back(row.begin);
     cuts.push_back(row.end);
   }
@@ -237,51 +237,6 @@ storage::Lease ParamStore::lease(const Buffer& buffer, plan::Range range, storag
                            storage_->resting(buffer.plane, range).value_or(storage::Medium::kHost));
 }
 
-Buffer ParamStore::copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype) {
-  const Buffer made = make_buffer(space, name, dtype, from.full,
-                                  from.data.defined() ? storage::Placement{} : space.key.placements.grad, grad_copies_);
-  if (from.data.defined()) {
-    made.data.copy_(from.data);
-    return made;
-  }
-  for (const plan::Bucket& bucket : space.map.buckets) {
-    const plan::Range row = space.row_in(from, bucket);
-    const storage::Lease source = lease(from, row, storage::Access::kRead);
-    lease(made, row, storage::Access::kWrite).data().copy_(source.data());
-  }
-  return made;
-}
-
-at::ScalarType ParamStore::grad_type(const ParamSpace& space) const {
-  return space.key.dtype == at::kDouble ? at::kDouble : options_.grad_dtype.value_or(space.key.dtype);
-}
-
-void ParamStore::set_grad_dtype(c10::optional<at::ScalarType> type) {
-  at::NoGradGuard no_grad;
-  options_.grad_dtype = type;
-  limit_leaving();
-  for (ParamSpace& space : spaces_) {
-    if (space.grad.dtype == grad_type(space)) continue;
-    Buffer grad = space.grad, local = space.local;
-    space.grad = copied(space, "gradients", grad, grad_type(space));
-    if (local.exists())
-      space.local = local.is(grad) ? space.grad : copied(space, "local gradients", local, grad_type(space));
-    if (!local.is(grad)) drop(local);
-    drop(grad);
-  }
-}
-
-void ParamStore::renew_grad_buffers() {
-  for (ParamSpace& space : spaces_) {
-    Buffer grad = space.grad, local = space.local;
-    if (grad.data.defined()) space.grad = copied(space, "gradients", grad, grad.dtype);
-    if (local.exists())
-      space.local = local.is(grad) ? space.grad : copied(space, "local gradients", local, local.dtype);
-    if (!local.is(grad)) drop(local);
-    if (grad.data.defined()) drop(grad);
-  }
-}
-
 void ParamStore::adopt_params(ParamSpace& space) {
   for (size_t i = 0; i < space.params.size(); ++i) {
     ParamSpec& spec = specs_[space.params[i]];
@@ -299,12 +254,6 @@ void ParamStore::adopt_params(ParamSpace& space) {
     spec.home.copy_(spec.tensor);
     spec.tensor.set_data(spec.home);
   }
-}
-
-at::Tensor ParamStore::view(size_t param, const at::Tensor& full) const {
-  const ParamSpec& spec = specs_[param];
-  const int64_t offset = space_of(param).map.offsets[positions_[param].index];
-  return full.as_strided(spec.sizes(), spec.strides(), full.storage_offset() + offset);
 }
 
 plan::Range ParamStore::range_of(const Piece& piece, const Buffer& buffer) const {
@@ -327,7 +276,8 @@ at::Tensor ParamStore::piece_view(const Piece& piece, const Buffer& buffer) cons
     const storage::MetaOwner scope(storage::MetaMemory::kElsewhere);
     return shaped(piece, at::empty({range.numel()}, at::TensorOptions().device(at::kMeta).dtype(buffer.dtype)));
   }
-  const storage::Lease arrived = lease(buffer, range, storage::Access::kRead);  // waits until the range is written back
+  storage::Lease arrived;
+  if (!buffer.apart) arrived = lease(buffer, range, storage::Access::kRead);  // waits until the range is written back
   return shaped(piece, storage_->resident(buffer.plane, range));
 }
 
@@ -347,43 +297,6 @@ int64_t ParamStore::largest_row() const {
   for (const ParamSpace& space : spaces_)
     for (const plan::Bucket& b : space.map.buckets) largest = std::max(largest, b.shard_end - b.shard_begin);
   return largest;
-}
-
-void ParamStore::need_local() {
-  at::NoGradGuard no_grad;
-  for (ParamSpace& space : spaces_)
-    if (!space.local.exists()) space.local = make_buffer(space, "local gradients", space.grad.dtype, true);
-}
-
-void ParamStore::drop_local() {
-  for (ParamSpace& space : spaces_)
-    if (!space.in_place && keeps_grads_apart(space)) drop(space.local);
-}
-
-bool ParamStore::grad_buffer_aliased() const {
-  return any_of(spaces_, [](const ParamSpace& space) { return space.grad_aliased(); });
-}
-
-void ParamStore::split_grad_buffer() {
-  at::NoGradGuard no_grad;
-  for (ParamSpace& space : spaces_) {
-    if (!space.grad_aliased()) continue;
-    const Buffer joined = space.grad;
-    space.grad = make_buffer(space, "gradients", joined.dtype, false);
-    for (const plan::Bucket& bucket : space.map.buckets) {
-      const plan::Range from = space.row_in(joined, bucket);
-      space.grad.data.narrow(0, bucket.shard_begin, from.numel())
-          .copy_(joined.data.narrow(0, from.begin, from.numel()));
-    }
-  }
-}
-
-void ParamStore::alias_grad_buffer() {
-  for (ParamSpace& space : spaces_) {
-    if (space.in_place || keeps_grads_apart(space) || space.grad.is(space.local)) continue;
-    drop(space.grad);
-    space.grad = space.local;
-  }
 }
 
 std::vector<std::pair<std::string, int64_t>> ParamStore::held_bytes() const {

@@ -2,6 +2,11 @@
 //
 // A buffer has the layout of the full space or of this rank's shard space of its plan::ShardMap. Which buffer has
 // which is decided here, from the row of the stage table; other code asks offset_in().
+//
+// [Note: memory of gradients]
+// Gradients on the device exist from their backward to the step. Each bucket of them has memory of its own, which it
+// gets when the first of its gradients arrives, or from leases and views, and which free_grads() gives back. On the CPU
+// memory stays once it is there, since new pages would cost more than a step saves.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -57,6 +62,13 @@ struct StoreOptions {
   std::function<at::Tensor(int64_t, c10::Device, const comm::CommunicatorPtr&)> allocate;
 };
 
+// Sharded parameters that lie in one piece of memory.
+struct ShardedGroup {
+  SpaceRanks ranks;
+  std::vector<ShardedParamPtr> params;
+  bool trained = true;
+};
+
 class ParamStore {
  public:
   // Fails for a parameter that appears twice, is no leaf or lies on another device. `others`: sharded parameters that
@@ -82,14 +94,14 @@ class ParamStore {
   const Swapping& swapping() const { return options_.swapping; }
   int64_t largest_row() const;  // elements of the largest bucket that this rank owns
 
-  // The part of a full-space buffer that belongs to the parameter, in the parameter's shape and memory order. Only
-  // where parameters are in one piece.
-  at::Tensor view(size_t param, const at::Tensor& full) const;
-
-  at::Tensor grad_view(size_t param) const { return view(param, space_of(param).grad.data); }
+  // The part of a full-space buffer on the device that belongs to the parameter, in the parameter's shape and memory
+  // order. Only where parameters are in one piece.
+  at::Tensor view(size_t param, const Buffer& full) const;
   // The same with a storage of its own, as parameters have: others that refer to it are seen, and can be left with it.
   at::Tensor own_grad_view(size_t param) const;
-  void follow_move(const at::Tensor& own_grad_view, size_t param) const;  // after the plane of gradients has moved
+  // After the plane of gradients has moved, or has got memory: such a view has the memory that is there now, if any.
+  void follow_move(const at::Tensor& own_grad_view, size_t param) const;
+  void empty_view(const at::Tensor& own_grad_view) const;  // it has no memory any more
   // A tensor with a storage of its own, which nobody here uses any more: its memory is its own, with the same values.
   void leave_with_values(const at::Tensor& own) const;
 
@@ -115,6 +127,17 @@ class ParamStore {
   // `copies`: whose limit and idle memory the copies of its blocks have.
   Buffer make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
                      const storage::Placement& placement = {}, storage::ScratchUser copies = {});
+  // The same of gradients. On the device they have no memory yet.
+  Buffer make_grads(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
+                    const storage::Placement& placement = {});
+  // Elements of one bucket of a buffer that rests on the device. New memory is zero.
+  at::Tensor on_device(const Buffer& buffer, plan::Range range) const;
+  // The buffer has memory for these elements of a bucket. Returns whether that is new; then its contents are arbitrary.
+  bool occupy(const Buffer& buffer, plan::Range range) const;
+  // This rank's row of reduced gradients of a bucket, on the device, for a caller that writes all of it.
+  at::Tensor grad_row_to_write(const ParamSpace& space, const plan::Bucket& bucket) const;
+  bool frees_grads() const;   // on the CPU they keep their memory
+  void free_grads();          // nobody needs the gradients any more
   void drop(Buffer& buffer);  // waits for its leases
   // Elements of it, leased in their tier; on the host if kernels cannot address that.
   storage::Lease lease(const Buffer& buffer, plan::Range range, storage::Access access) const;
@@ -140,15 +163,19 @@ class ParamStore {
   // Planes of one kind (lp, master, grad, local, slots) and their sizes in bytes. Planes inside memory that others own
   // are left out.
   std::vector<std::pair<storage::PlaneId, int64_t>> planes(const std::string& what) const;
-  // Bytes this rank holds, by what for: lp, master, grad, local, slots.
+  int64_t absent_grad_bytes() const;  // of gradients on the device that have no memory now
+  // Bytes this rank holds in a step, by what for: lp, master, grad, local, slots.
   std::vector<std::pair<std::string, int64_t>> held_bytes() const;
 
   const std::vector<ShardedParamPtr>& others() const { return others_; }  // sharded ones that are not trained
   // All sharded parameters: the trained ones, then the others.
   std::vector<ShardedParamPtr> sharded_params() const;
-  // They again, by the ranks among which they are sharded: everyone's first. StoreOptions::allocate was called for
-  // each.
-  std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> sharded_groups() const;
+  // They again, by the ranks among which they are sharded, everyone's first, and by whether they are trained.
+  // StoreOptions::allocate was called for each. The first one is there in any case.
+  std::vector<ShardedGroup> sharded_groups() const;
+  // Slices of parameters that are not trained go to other memory of StoreOptions::allocate, called for each of their
+  // groups again.
+  void rehome_others();
 
   // The parameters' own memory again, so that the model outlives the engine's buffers. Sharded ones stay so.
   void release();
@@ -159,7 +186,8 @@ class ParamStore {
   bool home_is_here(size_t param) const;
   void plan_space(ParamSpace& space);
   void allocate_shards();
-  void allocate_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin);
+  void allocate_others(const ShardedGroup& group);
+  bool in_shared_memory() const;  // slices rest where StoreOptions::allocate has memory
   SpaceRanks ranks_of_other(const ShardedParam& other) const;
   void build_space(ParamSpace& space);
   void fill_masters(ParamSpace& space);
@@ -168,9 +196,10 @@ class ParamStore {
   Buffer copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype);
   void adopt_params(ParamSpace& space);
   at::ScalarType grad_type(const ParamSpace& space) const;
-  void limit_leaving();          // gradients on their way from the device
-  int64_t rest_on_host() const;  // bytes, where there is a limit
-  void widen(int64_t bytes);     // the limit of the host's memory
+  plan::Range block_of(size_t param, const Buffer& buffer) const;  // that of the parameter's bucket
+  void limit_leaving();                                            // gradients on their way from the device
+  int64_t rest_on_host() const;                                    // bytes, where there is a limit
+  void widen(int64_t bytes);                                       // the limit of the host's memory
   plan::Range range_of(const Piece& piece, const Buffer& buffer) const;
   at::Tensor shaped(const Piece& piece, const at::Tensor& flat) const;
   // Reduced gradients have a buffer of their own.

@@ -51,19 +51,45 @@ void ParamStore::make_home(size_t param, at::IntArrayRef sizes, at::IntArrayRef 
   specs_[param].home = view_of_own(space.lp.data, space.map.offsets[index], space.map.numels[index], sizes, strides);
 }
 
+plan::Range ParamStore::block_of(size_t param, const Buffer& buffer) const {
+  const ParamSpace& space = space_of(param);
+  return space.block_in(buffer, space.map.buckets[space.map.bucket_of[positions_[param].index]]);
+}
+
+at::Tensor ParamStore::view(size_t param, const Buffer& full) const {
+  const ParamSpec& spec = specs_[param];
+  const plan::Range block = block_of(param, full);
+  const at::Tensor flat = on_device(full, block);
+  const int64_t offset = space_of(param).map.offsets[positions_[param].index] - block.begin;
+  return flat.as_strided(spec.sizes(), spec.strides(), flat.storage_offset() + offset);
+}
+
 at::Tensor ParamStore::own_grad_view(size_t param) const {
   const ParamSpace& space = space_of(param);
   const ParamSpec& spec = specs_[param];
   const auto index = positions_[param].index;
-  return view_of_own(space.grad.data, space.map.offsets[index], space.map.numels[index], spec.sizes(), spec.strides());
+  const plan::Range block = block_of(param, space.grad);
+  return view_of_own(on_device(space.grad, block), space.map.offsets[index] - block.begin, space.map.numels[index],
+                     spec.sizes(), spec.strides());
 }
 
 void ParamStore::follow_move(const at::Tensor& own_grad_view, size_t param) const {
-  const at::Tensor& grads = space_of(param).grad.data;
-  const bool here = grads.storage().nbytes() > 0;
+  const ParamSpace& space = space_of(param);
+  const plan::Range block = block_of(param, space.grad);
+  empty_view(own_grad_view);
+  if (storage_->resting(space.grad.plane, block) != storage::Medium::kDevice ||
+      !storage_->has_memory(space.grad.plane, block))
+    return;
+  const at::Tensor grads = on_device(space.grad, block);
   c10::StorageImpl* storage = own_grad_view.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(part_of(grads, space_of(param).map.offsets[positions_[param].index]));
-  storage->set_nbytes(here ? static_cast<size_t>(positions_[param].numel) * grads.element_size() : size_t{0});
+  storage->set_data_ptr_noswap(part_of(grads, space.map.offsets[positions_[param].index] - block.begin));
+  storage->set_nbytes(static_cast<size_t>(positions_[param].numel) * grads.element_size());
+}
+
+void ParamStore::empty_view(const at::Tensor& own_grad_view) const {
+  c10::StorageImpl* storage = own_grad_view.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap({nullptr, device_});
+  storage->set_nbytes(size_t{0});
 }
 
 void ParamStore::leave_with_values(const at::Tensor& own) const {

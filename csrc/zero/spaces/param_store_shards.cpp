@@ -41,8 +41,13 @@ SpaceRanks ParamStore::ranks_of_other(const ShardedParam& other) const {
   return options_.ranks_of(spec);
 }
 
-// One piece of memory for the shards of all spaces of the same ranks, and of their parameters that are not trained; or
-// a plane elsewhere for each space.
+// Ranks on CPUs share the host's memory.
+bool ParamStore::in_shared_memory() const {
+  return !offloaded_ || (options_.placements.lp.rest == storage::Medium::kHost && device_.is_cpu());
+}
+
+// One piece of memory for the shards of all spaces of the same ranks, and one for their parameters that are not
+// trained; or a plane elsewhere for each space.
 void ParamStore::allocate_shards() {
   const Placements& placements = options_.placements;
   if (placements.moves_params()) {
@@ -51,27 +56,23 @@ void ParamStore::allocate_shards() {
     largest = (largest + options_.align - 1) / options_.align * options_.align;
     offloaded_ = std::make_unique<OffloadedParams>(storage_, placements.lp, options_.param_offload, largest);
   }
-  // Ranks on CPUs share the host's memory.
-  const bool shared = !offloaded_ || (placements.lp.rest == storage::Medium::kHost && device_.is_cpu());
-  for (const auto& [ranks, params] : sharded_groups()) {
-    const comm::CommunicatorPtr& group = ranks.shard;
+  for (const ShardedGroup& group : sharded_groups()) {
+    if (!group.trained) {
+      allocate_others(group);
+      continue;
+    }
     int64_t total = 0;
     std::vector<std::pair<ParamSpace*, int64_t>> starts;
     for (ParamSpace& space : spaces_) {
-      if (!same_ranks(space.ranks().shard, group)) continue;
+      if (!same_ranks(space.ranks().shard, group.ranks.shard)) continue;
       space.lp.numel = space.map.shard_numel;
       starts.emplace_back(&space, total);
       total += aligned(space.lp.bytes());
     }
-    const int64_t of_others = total;
-    std::vector<ShardedParamPtr> others;
-    for (const ShardedParamPtr& other : others_)
-      if (same_ranks(ranks_of_other(*other).shard, group)) others.push_back(other);
-    for (const ShardedParamPtr& other : others) total += aligned(other->slice_bytes());
-    const at::Tensor region = shared ? options_.allocate(total, device_, group) : at::Tensor();
+    const at::Tensor region = in_shared_memory() ? options_.allocate(total, device_, group.ranks.shard) : at::Tensor();
     for (const auto& [space, start] : starts) {
       at::Tensor memory;
-      if (shared) memory = region.narrow(0, start, space->lp.bytes()).view(space->key.dtype);
+      if (region.defined()) memory = region.narrow(0, start, space->lp.bytes()).view(space->key.dtype);
       if (offloaded_) {
         std::vector<OffloadedParams::Slice> slices;
         for (size_t i = 0; i < space->params.size(); ++i)
@@ -84,14 +85,18 @@ void ParamStore::allocate_shards() {
       space->lp.data = memory;
       space->lp.plane = add_plane(*space, "parameters", space->lp, {}, {memory});
     }
-    allocate_others(others, region, of_others);
   }
 }
 
-void ParamStore::allocate_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin) {
-  for (const ShardedParamPtr& other : others) {
-    const int64_t bytes = other->slice_bytes();
-    const at::Tensor memory = region.defined() ? region.narrow(0, begin, bytes).view(other->dtype()) : at::Tensor();
+void ParamStore::allocate_others(const ShardedGroup& group) {
+  int64_t total = 0;
+  for (const ShardedParamPtr& other : group.params) total += aligned(other->resting_bytes());
+  const at::Tensor region = in_shared_memory() ? options_.allocate(total, device_, group.ranks.shard) : at::Tensor();
+  int64_t begin = 0;
+  for (const ShardedParamPtr& other : group.params) {
+    const int64_t bytes = other->resting_bytes();
+    const at::Tensor memory =
+        region.defined() ? region.narrow(0, begin, bytes).view(other->resting_type()) : at::Tensor();
     begin += aligned(bytes);
     if (!offloaded_) {
       other->move_shard(memory);
@@ -99,6 +104,11 @@ void ParamStore::allocate_others(const std::vector<ShardedParamPtr>& others, con
       offloaded_->add_alone("frozen parameter", *other, memory);
     }
   }
+}
+
+void ParamStore::rehome_others() {
+  for (const ShardedGroup& group : sharded_groups())
+    if (!group.trained) allocate_others(group);
 }
 
 std::vector<ShardedParamPtr> ParamStore::sharded_params() const {
@@ -109,17 +119,19 @@ std::vector<ShardedParamPtr> ParamStore::sharded_params() const {
   return result;
 }
 
-std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> ParamStore::sharded_groups() const {
-  std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> groups = {{options_.everyone, {}}};
-  const auto add = [&](const SpaceRanks& ranks, const ShardedParamPtr& param) {
-    const auto same = [&](const auto& group) { return same_ranks(group.first.shard, ranks.shard); };
+std::vector<ShardedGroup> ParamStore::sharded_groups() const {
+  std::vector<ShardedGroup> groups = {{options_.everyone, {}}};
+  const auto add = [&](const SpaceRanks& ranks, const ShardedParamPtr& param, bool trained) {
+    const auto same = [&](const ShardedGroup& group) {
+      return group.trained == trained && same_ranks(group.ranks.shard, ranks.shard);
+    };
     auto found = find_if(groups, same);
-    if (found == groups.end()) found = groups.insert(found, {ranks, {}});
-    found->second.push_back(param);
+    if (found == groups.end()) found = groups.insert(found, {ranks, {}, trained});
+    found->params.push_back(param);
   };
   for (const ParamSpace& space : spaces_)
-    for (int32_t param : space.params) add(space.ranks(), specs_[param].sharded);
-  for (const ShardedParamPtr& other : others_) add(ranks_of_other(*other), other);
+    for (int32_t param : space.params) add(space.ranks(), specs_[param].sharded, true);
+  for (const ShardedParamPtr& other : others_) add(ranks_of_other(*other), other, false);
   return groups;
 }
 
@@ -131,7 +143,7 @@ void ParamStore::release() {
     spec.home = at::Tensor();
   }
   for (const ShardedParamPtr& param : sharded_params())
-    if (!param->offloaded()) param->move_shard(param->shard().clone());
+    if (!param->offloaded()) param->leave_memory();
   // Files go now, whoever still holds this object.
   const auto drop_file = [&](Buffer& buffer) {
     if (buffer.exists() && storage_->placement(buffer.plane).in_files()) drop(buffer);

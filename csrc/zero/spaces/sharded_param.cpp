@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <cstring>
@@ -45,8 +46,9 @@ void ShardedParam::cast(at::ScalarType type) {
   // An offloaded slice waits in memory until an engine gives it another placement.
   shard_ = slice(storage::Access::kRead).data().to(device_, type);
   leave_home();
+  codec_ = nullptr;
   dtype_ = type;
-  set_data(at::empty({0}, options()));
+  set_nothing();
 }
 
 void ShardedParam::adopt_shape() {
@@ -57,10 +59,12 @@ void ShardedParam::adopt_shape() {
   numel_ = tensor.numel();
   slice_ = plan::slice_numel(numel_, parts_);
   leave_home();
+  codec_ = nullptr;
+  copies = {};
   dtype_ = tensor.scalar_type();
   device_ = tensor.device();
   shard_ = at::zeros({slice_}, options());
-  buffer_ = at::Tensor();
+  buffer_ = view_ = viewed_ = nothing_ = at::Tensor();
   write_back();
 }
 
@@ -76,7 +80,10 @@ void ShardedParam::set_status(ParamStatus status) {
   if (on_status) on_status(status);
 }
 
+// Modes of Python do not see it: torch compares the two tensors by an operator, and a parameter whose values are not
+// here gathers them for any operator.
 void ShardedParam::set_data(const at::Tensor& data) const {
+  const c10::impl::ExcludeDispatchKeyGuard unseen(c10::python_ks);
   if (const at::Tensor tensor = this->tensor(); tensor.defined()) tensor.set_data(data);
 }
 
@@ -87,9 +94,45 @@ void ShardedParam::mark_absent() {
 
 at::TensorOptions ShardedParam::options() const { return at::TensorOptions().dtype(dtype_).device(device_); }
 
-SliceLease ShardedParam::slice(storage::Access access) const {
+SliceLease ShardedParam::stored(storage::Access access) const {
   if (!offloaded()) return SliceLease(shard_);
-  return {home_.lease(access), slice_};
+  return {home_.lease(access), resting_numel()};
+}
+
+SliceLease ShardedParam::slice(storage::Access access) const {
+  if (!codec_) return stored(access);
+  const bool keep = access != storage::Access::kRead;
+  SliceLease row = stored(keep ? storage::Access::kUpdate : access);
+  const at::Tensor elements = at::empty({slice_}, row.data().options().dtype(dtype_));
+  return {std::move(row), elements, codec_, keep};
+}
+
+void ShardedParam::rest_as_codes(const SliceCodecPtr& codec) {
+  at::NoGradGuard no_grad;
+  if (codec_ || slice_ == 0 || !SliceCodec::takes(dtype_)) return;
+  const at::Tensor row = at::zeros({codec->row_bytes(slice_)}, options().dtype(at::kByte));
+  const at::Tensor elements = slice(storage::Access::kRead).data().to(device_);
+  codec->encode({SliceCodec::pair(elements, row)});
+  leave_home();  // the codes wait in memory until an engine gives them another placement
+  codec_ = codec;
+  shard_ = row;
+  handed_ = at::Tensor();
+}
+
+const SliceCodec* ShardedParam::row_codec(Values values) const {
+  return reads_codes(values) ? copies.codec.get() : codec_.get();
+}
+
+int64_t ShardedParam::row_bytes(Values values) const {
+  return row_slices(values) * (reads_codes(values) ? copies.codec->row_bytes(slice_) : resting_bytes());
+}
+
+SliceLease ShardedParam::row(Values values) const {
+  return reads_second(values) ? SliceLease(copies.second) : own_row(values);
+}
+
+SliceLease ShardedParam::own_row(Values values) const {
+  return reads_codes(values) ? SliceLease(copies.codes) : stored(storage::Access::kRead);
 }
 
 void ShardedParam::prefetch() const {
@@ -115,7 +158,7 @@ ShardedParam::~ShardedParam() {
 
 void ShardedParam::move_shard(const at::Tensor& home) {
   at::NoGradGuard no_grad;
-  home.copy_(slice(storage::Access::kRead).data());
+  home.copy_(stored(storage::Access::kRead).data());
   leave_home();
   shard_ = home;
 }
@@ -123,14 +166,34 @@ void ShardedParam::move_shard(const at::Tensor& home) {
 void ShardedParam::move_shard(const SliceHome& home) {
   at::NoGradGuard no_grad;
   const storage::Lease to = home.lease(storage::Access::kWrite);
-  to.data().narrow(0, 0, slice_).copy_(slice(storage::Access::kRead).data());
-  to.data().narrow(0, slice_, home.range.numel() - slice_).zero_();
+  const int64_t numel = resting_numel();
+  to.data().narrow(0, 0, numel).copy_(stored(storage::Access::kRead).data());
+  to.data().narrow(0, numel, home.range.numel() - numel).zero_();
   leave_home();  // before it is written: the old file has the name that the new one is to have
   home_ = home;
   shard_ = at::Tensor();
 }
 
+at::Tensor ShardedParam::second_values() const {
+  if (!copies.second.defined()) return {};
+  const SliceCodec* codec = row_codec(Values::kUsed);
+  if (codec == nullptr) return copies.second.view(dtype_);
+  const at::Tensor elements = at::empty({copies.slices, slice_}, options()),
+                   rows = copies.second.view({copies.slices, -1});
+  std::vector<SliceCodec::Pair> pairs;
+  for (int64_t slice = 0; slice < copies.slices; ++slice)
+    pairs.push_back(SliceCodec::pair(elements[slice], rows[slice]));
+  codec->decode(pairs);
+  return elements.view({-1});
+}
+
+void ShardedParam::leave_memory() {
+  shard_ = shard_.clone();
+  copies = {};
+}
+
 at::Tensor ShardedParam::slice_tensor() const {
+  if (codec_) return slice(storage::Access::kRead).data();
   at::Tensor now = shard_;
   if (offloaded()) {
     // On the host memory that lasts is had by a lease there.
@@ -153,16 +216,26 @@ void ShardedParam::know_slice() {
 
 void ShardedParam::set_slice(const at::Tensor& values) {
   at::NoGradGuard no_grad;
-  if (!in_file() && values.is_alias_of(slice_tensor())) return;
+  if (!in_file() && !codec_ && values.is_alias_of(slice_tensor())) return;
   const SliceLease now = slice(storage::Access::kUpdate);
   now.data().copy_(values);
   slice_set_ = true;
 }
 
-void ShardedParam::take_full(const at::Tensor& buffer) {
+// Views of slices are made once: they come and go with each step.
+void ShardedParam::take_full(const at::Tensor& buffer, Values values) {
   at::NoGradGuard no_grad;
   buffer_ = buffer;
-  set_data(buffer.as_strided(sizes_, strides_, buffer.storage_offset()));
+  shown_ = resolved(values);
+  if (is_own_slice()) {
+    if (!viewed_.is_same(buffer)) {
+      view_ = buffer.as_strided(sizes_, strides_, buffer.storage_offset());
+      viewed_ = buffer;
+    }
+    set_data(view_);
+  } else {
+    set_data(buffer.as_strided(sizes_, strides_, buffer.storage_offset()));
+  }
   know_values();
   data_given = false;
   set_status(ParamStatus::kAvailable);
@@ -170,9 +243,15 @@ void ShardedParam::take_full(const at::Tensor& buffer) {
 
 void ShardedParam::release() {
   at::NoGradGuard no_grad;
-  set_data(at::empty({0}, options()));
+  set_nothing();
   buffer_ = at::Tensor();
   set_status(ParamStatus::kNotAvailable);
+}
+
+void ShardedParam::set_nothing() {
+  if (!nothing_.defined() || nothing_.scalar_type() != dtype_ || nothing_.numel() != 0)
+    nothing_ = at::empty({0}, options());
+  set_data(nothing_);
 }
 
 void ShardedParam::with_shape_only(const std::function<void()>& body) {
@@ -180,7 +259,7 @@ void ShardedParam::with_shape_only(const std::function<void()>& body) {
   if (available()) return body();
   set_data(at::zeros({}, options()).expand(sizes_));
   body();
-  set_data(at::empty({0}, options()));
+  set_nothing();
 }
 
 at::Tensor ShardedParam::gathered() const {
@@ -197,8 +276,13 @@ bool ShardedParam::written() const {
   if (!available()) return false;
   const at::Tensor now = tensor();
   if (!now.defined()) return false;
-  return version_of(now) != known_version_ ||
-         (numel_ > 0 && buffer_.defined() && now.has_storage() && now.data_ptr() != buffer_.data_ptr());
+  return version_of(now) != known_version_ || replaced();
+}
+
+// Somebody has put another tensor there as param.data.
+bool ShardedParam::replaced() const {
+  const at::Tensor now = tensor();
+  return numel_ > 0 && buffer_.defined() && now.defined() && now.has_storage() && now.data_ptr() != buffer_.data_ptr();
 }
 
 void ShardedParam::know_values() {
@@ -206,13 +290,21 @@ void ShardedParam::know_values() {
   kept = false;
 }
 
+at::Tensor ShardedParam::own_values() const {
+  if (!shows_decoded()) {
+    const SliceLease now = slice(storage::Access::kRead);
+    return now.data().narrow(0, 0, own_numel()).to(device_, /*non_blocking=*/false, /*copy=*/offloaded());
+  }
+  const at::Tensor decoded = at::empty({slice_}, options());
+  copies.codec->decode({SliceCodec::pair(decoded, copies.codes)});
+  return decoded.narrow(0, 0, own_numel());
+}
+
 bool ShardedParam::own_part_differs() const {
   at::NoGradGuard no_grad;
   const at::Tensor values = gathered();
   if (own_numel() <= 0 || !values.defined() || values.is_meta()) return false;
-  const SliceLease now = slice(storage::Access::kRead);
-  const at::Tensor own = now.data().narrow(0, 0, own_numel());
-  return !at::equal(own, values.narrow(0, own_begin(), own_numel()).to(own.device()));
+  return !at::equal(own_values(), values.narrow(0, own_begin(), own_numel()));
 }
 
 double ShardedParam::checksum() const {
@@ -231,19 +323,26 @@ double ShardedParam::checksum() const {
 
 bool ShardedParam::write_back() {
   at::NoGradGuard no_grad;
+  const bool wrote = written();
   know_values();
   const at::Tensor values = gathered();
   if (own_numel() <= 0 || !values.defined() || values.is_meta()) return false;
-  if (buffer_.defined() && tensor().data_ptr() != buffer_.data_ptr()) {
-    // Somebody has put another tensor there: what is gathered later comes into the buffer.
+  if (replaced()) {  // what is gathered later comes into the buffer
     const at::Tensor view = buffer_.as_strided(sizes_, strides_, buffer_.storage_offset());
     view.copy_(tensor().detach());
     set_data(view);
   }
+  if (is_own_slice()) {
+    data_given = false;
+    return wrote;
+  }
+  // Elements that nobody has written keep what codes cannot hold.
+  const at::Tensor wanted = values.narrow(0, own_begin(), own_numel());
+  const at::Tensor written_to = wanted.ne(own_values());
+  if (!written_to.any().item<bool>()) return false;
   const SliceLease now = slice(storage::Access::kUpdate);
-  const at::Tensor own = now.data().narrow(0, 0, own_numel()), wanted = values.narrow(0, own_begin(), own_numel());
-  if (at::equal(own, wanted.to(own.device()))) return false;
-  own.copy_(wanted);
+  const at::Tensor own = now.data().narrow(0, 0, own_numel());
+  own.copy_(at::where(written_to.to(own.device()), wanted.to(own.device()), own));
   return true;
 }
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/hosts/host_ranks.h"
 #include "plan/spaces/space_rule.h"
 
 namespace ds::zero {
@@ -26,6 +27,8 @@ struct SpaceRanks {
   // Opens the communicator of the ranks along some axes of the mesh for a purpose; all of these ranks call it. For a
   // way to reduce or a source that exchanges over more than the above.
   std::function<comm::CommunicatorPtr(const plan::Axes&, plan::Purpose)> open{};
+  // Returns the ranks of `shard` by host, and opens communicators among them at the first call; all of them call it.
+  std::function<const comm::HostRanks&()> by_host{};
 
   bool alone() const { return shard->size() == 1 && replicas->size() == 1; }
   // This rank, for messages.

@@ -66,6 +66,8 @@ void StateAccess::hold_states() {
 
 void StateAccess::restore_strategy(const Counters& counters) {
   at::NoGradGuard no_grad;
+  stepper_.sums().restore(counters);
+  stepper_.compressed().restore(counters);
   WriteScope scope(*this);
   if (strategy_.restore(counters)) stepper_.gather();
   scope.close();
@@ -110,12 +112,13 @@ at::Tensor StateAccess::local_grad(size_t param) {
   const ParamSpec& spec = store_.spec(param);
   const ParamSpace& space = store_.space_of(param);
   const at::ScalarType type = space.local.dtype == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor flat = at::zeros({store_.position(param).numel}, space.local.data.options().dtype(type));
+  const at::Tensor flat =
+      at::zeros({store_.position(param).numel}, at::TensorOptions().device(store_.device()).dtype(type));
   const auto index = store_.position(param).index;
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
     flat.narrow(0, extent.param_offset, extent.numel)
-        .copy_(space.local.data.narrow(0, extent.full_offset, extent.numel));
+        .copy_(store_.on_device(space.local, {extent.full_offset, extent.full_offset + extent.numel}));
   }
   return flat.as_strided(spec.sizes(), spec.strides(), 0);
 }
@@ -128,8 +131,8 @@ at::Tensor StateAccess::full(StateKind kept, int slot, size_t param) {
   if (found == nullptr) return {};
   const Buffer& from = *found;
   const at::ScalarType type = from.dtype == at::kDouble ? at::kDouble : at::kFloat;
-  if (space.in_place && from.data.defined())
-    return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
+  if (space.in_place && from.on_device())
+    return store_.view(param, from).to(type, /*non_blocking=*/false, /*copy=*/true);
   const ParamSpec& spec = store_.spec(param);
   const at::Tensor flat =
       at::zeros({store_.position(param).numel}, at::TensorOptions().device(store_.device()).dtype(type));
@@ -270,9 +273,7 @@ void StateAccess::publish() {
 }
 
 void StateAccess::finish_step() {
-  if (!gatherer_) return;
-  gatherer_->source().after_write();
-  gatherer_->refresh_persistent();
+  if (gatherer_) gatherer_->after_change(/*renew=*/true);
 }
 
 WriteScope::~WriteScope() {
@@ -293,13 +294,13 @@ void StateAccess::begin_write() {
     ++writing_;
     return;
   }
-  gatherer_->source().before_write();
+  gatherer_->before_change();
   ++writing_;
   writes_.adopt();  // the end of a write gathers what is held anew
 }
 
 void StateAccess::end_write() {
-  if (--writing_ == 0) finish_step();
+  if (--writing_ == 0 && gatherer_) gatherer_->after_change(/*renew=*/false);
 }
 
 }  // namespace ds::zero

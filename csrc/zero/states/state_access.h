@@ -76,7 +76,8 @@ class StateAccess {
 
   // Names of all slots: the optimizer's, then the strategy's. A slot number is an index into this list.
   std::vector<std::string> slot_names() const;
-  // Goes on where StepStrategy::counters stood; after states have been read. Every rank calls it.
+  // Goes on where StepStrategy::counters, and the numbers that the optimizer keeps of parameters, stood; after states
+  // have been read. Errors of exchanges start anew. Every rank calls it.
   void restore_strategy(const Counters& counters);
 
  private:

@@ -49,6 +49,15 @@ void NormSums::clear() {
 
 at::Tensor NormSums::of(size_t space) const { return of_space_[space]; }
 
+void NormSums::mean_over(comm::Communicator& ranks, const char* tag) const {
+  if (ranks.size() == 1) return;
+  for (const at::Tensor& sums : {total_.narrow(0, 0, 1), others_}) {
+    if (!sums.defined()) continue;
+    ranks.all_reduce(sums, comm::ReduceOp::kSum, tag)->wait();
+    sums.div_(ranks.size());
+  }
+}
+
 void NormSums::add_up(const char* tag) const {
   for (const Lists& one : lists_) {
     for (const at::Tensor& sum : one.joining) one.sum.narrow(0, 0, 1).add_(sum);

@@ -25,6 +25,8 @@ class NormSums {
   at::Tensor of(size_t space) const;
   // All ranks call it once after each clear(), then `total` has the sum.
   void add_up(const char* tag) const;
+  // Before add_up, of sums that differ among ranks that have the same parameters: they become the mean over these.
+  void mean_over(comm::Communicator& ranks, const char* tag) const;
   const at::Tensor& total() const { return total_; }
   size_t calls() const { return lists_.size() - 1; }  // that add_up makes: one for each lists but the empty ones
 

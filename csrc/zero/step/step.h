@@ -20,9 +20,12 @@ struct StepInputs {
       false;  // StepReport::nonfinite is wanted, which costs a walk over gradients that are not finite
   // The rules by which the loss scale moves with this step, and its state.
   std::optional<std::pair<optim::LossScaleRules, optim::LossScaleState>> scaler;
-  // Called when it is known that the step is made, before anything has changed: the learning-rate schedule moves. What
-  // it throws leaves weights, states and gradients as they were.
+  // Called before anything has changed: the learning-rate schedule moves. Whether the step is made is not known yet, so
+  // that the host does not wait for the device: StepReport::skipped says whether to undo the call. What it throws
+  // leaves weights, states and gradients as they were.
   std::function<void()> before_update;
+  // before_update is called when the norm is known (Stepper::report), and not in a step that is skipped.
+  bool norm_first = false;
   // The hyperparameters of each parameter group, in the order of its rule. Or, for an optimizer that lives outside: its
   // parameters, one for each piece, and what updates them from their .grad (unscaled and clipped); not called when the
   // step is skipped.

@@ -1,6 +1,7 @@
 #include "zero/step/step_gather.h"
 
 #include <string>
+#include <utility>
 
 namespace ds::zero {
 
@@ -9,13 +10,28 @@ void StepGather::start(const ParamSpace& space, const plan::Bucket& bucket) {
   arrive(space, space.row_in(space.lp, bucket));
   const at::Tensor all = space.lp.data.narrow(0, space.map.full_begin(bucket), space.map.parts * row);
   const std::string& tag = store_.spec(space.params[bucket.first_param]).name;
-  comm::Communicator& ranks = *space.ranks().shard;
+  const comm::CommunicatorPtr& ranks = space.ranks().shard;
+  const at::Tensor mine = all.narrow(0, space.rank() * row, row);
+  if (options_.collective && ranks->groups()) {
+    if (ranks_ != ranks) start_together();
+    ranks_ = ranks;
+    if (waiting_.empty()) tag_ = tag;
+    waiting_.push_back({mine, all});
+    waiting_numel_ += all.numel();
+    if (waiting_numel_ >= kTogether) start_together();
+    return;
+  }
   if (options_.collective) {
-    started_.push_back(ranks.all_gather(all.narrow(0, space.rank() * row, row), all, tag));
+    started_.push_back(ranks->all_gather(mine, all, tag));
     return;
   }
   for (int64_t rank = 0; rank < space.map.parts; ++rank)
-    started_.push_back(ranks.broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank), tag));
+    started_.push_back(ranks->broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank), tag));
+}
+
+void StepGather::start_together() {
+  if (!waiting_.empty()) started_.push_back(ranks_->all_gather(std::exchange(waiting_, {}), tag_));
+  waiting_numel_ = 0;
 }
 
 void StepGather::start_all(const ParamSpace& space) {
@@ -24,6 +40,7 @@ void StepGather::start_all(const ParamSpace& space) {
 
 void StepGather::finish() {
   const InPhase waiting(*store_.storage()->clock(), Phase::kGathers);
+  start_together();
   for (const comm::WorkPtr& work : started_) work->wait();
   started_.clear();
   for (const ParamSpace& space : store_.spaces()) arrive(space, {0, space.lp.numel});

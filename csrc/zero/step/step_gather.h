@@ -1,6 +1,7 @@
 // The model's weights after an update of which each rank has made its shard: bucket by bucket, beside the update of the
 // next one.
 #pragma once
+#include <string>
 #include <vector>
 
 #include "zero/spaces/param_store.h"
@@ -23,10 +24,19 @@ class StepGather {
 
  private:
   void arrive(const ParamSpace& space, plan::Range range) const;
+  void start_together();
+
+  // Elements that one call gathers, of several buckets where a communicator takes several tensors in one call: less
+  // than a bucket starts, more begins too late.
+  static constexpr int64_t kTogether = 50'000'000;
 
   const ParamStore& store_;
   const GatherOptions options_;
   std::vector<comm::WorkPtr> started_;
+  std::vector<comm::TensorPair> waiting_;  // for others of `ranks_`, to be gathered by one call
+  comm::CommunicatorPtr ranks_;
+  std::string tag_;
+  int64_t waiting_numel_ = 0;
 };
 
 }  // namespace ds::zero

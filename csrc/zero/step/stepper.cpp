@@ -20,6 +20,8 @@ Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
       device_(device),
       memory_(store, device),
       gather_(store, gather),
+      compressed_(store, device),
+      sums_(store),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)),
       squares_(store, device.sum_tensor()) {}
 
@@ -69,7 +71,7 @@ void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, con
       if (bucket < 0 || run.bucket == bucket) parts.push_back(run);
     if (parts.empty()) return;
     const LeasedRow grad = memory_.lease(space, space.grad, bucket, storage::Access::kRead, at);
-    const bool here = grad.data().device() == sum.device();
+    const bool here = &memory_.context(at) == &device_;
     const at::Tensor total = here ? sum : at::zeros({1}, at::TensorOptions().dtype(at::kDouble));
     if (!has_kernel_dtype(space.grad.dtype)) {
       for (const UpdateRun& run : parts)
@@ -101,9 +103,10 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
     device_.note_failure(std::string("there is no memory for the optimizer: ") + error.what_without_backtrace());
   }
   share_failure();
+  if (grads.local()) squares_.mean_over(*store_.everyone().replicas, "mean square of the ranks' gradients");
   squares_.add_up("gradient norm");
   device_.run([&](const kernels::Launch& launch) {
-    device_.table().finish_norm(launch, device_.sum(), device_.sum() + 1, loss_scale, max_norm, check,
+    device_.table().finish_norm(launch, device_.sum(), device_.sum() + 1, loss_scale, max_norm, check || grads.local(),
                                 device_.step_scale());
   });
   device_.post_step_scale();
@@ -116,7 +119,9 @@ void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
     if (rule->packed)
       fail(ErrorKind::kValue, "the optimizer '", rule->name, "' keeps its states packed and cannot be cut into shards");
   for (const optim::Rule* rule : by_group) memory_.check_buffers(*rule);
+  compressed_.set_rules(by_group, steps_);
   rules_ = std::move(by_group);
+  sums_.set_rules(rules_);
   slot_names_.clear();
   for (const optim::Rule* rule : rules_)
     for (const std::string& name : rule->slots)
@@ -137,8 +142,10 @@ void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& pa
     return any_of(parts,
                   [&](const UpdatePart& part) { return part.takes != nullptr && (!part.cuts || part.cuts(space)); });
   };
+  const bool skip = grads.local() && device_.read_step_scale().skip;
+  const GroupValues values =
+      skip ? hyper : compressed_.begin(hyper, grads.local(), [&](size_t param) { return grads.used(param); });
   std::vector<Turn> turns;
-  int sums = 0;
   size_t passes = 0;
   for (ParamSpace& space : store_.spaces()) {
     if (!device_.failed()) ensure_slots(space);
@@ -146,32 +153,34 @@ void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& pa
     if ((rule.by_parameter() || rule.orthogonalises()) && in_parts(space))
       fail(ErrorKind::kValue, "the optimizer '", rule.name,
            "' looks at whole parameters and cannot update a part of them; the strategy of this step does so");
-    turns.push_back({space, rule, hyper[space.key.param_group], parts, {}});
-    sums = std::max(sums, rule.sums);
-    passes = std::max(passes, rule.passes.size());
+    const optim::Phase* const phase = compressed_.phase(space.key.param_group);
+    const std::vector<optim::Pass>& own = phase ? phase->passes : rule.passes;
+    turns.push_back({space, rule, own, values[space.key.param_group], parts, {}});
+    passes = std::max(passes, own.size());
     turns.back().scratch.data = std::move(scratch_.at(turns.size() - 1));  // of prepare()
   }
-  // One row for each parameter of all groups, so that they are added up in one go.
-  sums_ = at::Tensor();
-  if (sums > 0)
-    sums_ = at::zeros({static_cast<int64_t>(store_.size()), sums},
-                      at::TensorOptions().device(device_.device()).dtype(at::kDouble));
+  sums_.begin();
+  const auto exchanged = [](const Turn& turn, size_t pass) { return pass > 0 && turn.passes[pass - 1].exchanges; };
   for (size_t pass = 0; pass + 1 < passes; ++pass) {
-    bool add = false;
     for (const Turn& turn : turns) {
-      if (pass + 1 >= turn.rule.passes.size() || turn.rule.orthogonalises()) continue;
-      run_pass(turn, grads, pass);
-      add = add || turn.rule.passes[pass].adds_sums;
+      if (skip || pass + 1 >= turn.passes.size() || turn.rule.orthogonalises() || exchanged(turn, pass)) continue;
+      turn.passes[pass].exchanges ? exchange_passes(turn, grads, pass) : run_pass(turn, grads, pass);
     }
-    if (add) add_sums();
+    const auto any = [&](auto member) {
+      return any_of(turns,
+                    [&](const Turn& turn) { return pass + 1 < turn.passes.size() && turn.passes[pass].*member; });
+    };
+    if (any(&optim::Pass::adds_sums)) sums_.add_up();
+    if (any(&optim::Pass::evens_out)) compressed_.even_out(turns.front().rule, sums_.rows());
   }
   for (Turn& turn : turns) {
     if (turn.rule.orthogonalises()) {
       matrix_passes(turn, grads);
-    } else {
+    } else if (!skip && !exchanged(turn, turn.passes.size() - 1)) {
       last_pass(turn, grads);
     }
   }
+  if (!skip) compressed_.finish();
   count_steps(parts, grads);
 }
 
@@ -186,22 +195,6 @@ void Stepper::count_steps(const std::vector<UpdatePart>& parts, const GradReduce
       steps[param] += 1.0f;
       stepped_.push_back(steps + param);
     }
-  }
-}
-
-// Over the ranks that hold other elements of the same parameters.
-void Stepper::add_sums() {
-  for (const SpaceSet& set : store_.sets()) {
-    if (set.ranks.shard->size() == 1 || set.params.empty()) continue;
-    if (set.params.size() == store_.size()) {
-      set.ranks.shard->all_reduce(sums_, comm::ReduceOp::kSum, "sums over parameters")->wait();
-      continue;
-    }
-    const at::Tensor rows =
-        at::tensor(std::vector<int64_t>(set.params.begin(), set.params.end()), at::kLong).to(sums_.device());
-    const at::Tensor own = sums_.index_select(0, rows);
-    set.ranks.shard->all_reduce(own, comm::ReduceOp::kSum, "sums over parameters")->wait();
-    sums_.index_copy_(0, rows, own);
   }
 }
 
@@ -243,7 +236,8 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
   rows.grad = lease(grad_buffer, storage::Access::kRead);
   for (size_t slot = 0; slot < rule.slots.size(); ++slot)
     rows.slots.push_back(lease(space.slots[slot], storage::Access::kUpdate));
-  if (space.has_masters() && pass + 1 == rule.passes.size()) {
+  for (const Buffer& beside : compressed_.beside(space)) rows.slots.push_back(lease(beside, storage::Access::kUpdate));
+  if (space.has_masters() && pass + 1 == turn.passes.size()) {
     // A row that is written from its beginning on, in one run, need not be fetched.
     const std::vector<UpdateRun>& first = by_count.begin()->second;
     const bool fills = !view && host_knows && by_count.size() == 1 && first.size() == 1 &&
@@ -262,14 +256,15 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
 
   if (turn.scratch.data.defined()) rows.scratch = turn.scratch.data.data_ptr<float>();
   rows.origin = turn.scratch.origin;
-  if (rule.sums > 0) rows.sums = sums_.data_ptr<double>();
-  if (rule.sums > 0) rows.sums_width = sums_.size(1);
-  update_runs(context, space, rule, pass, by_count, rows, turn.hyper, part.scale ? part.scale : context.step_scale());
+  if (rule.sums > 0) rows.sums = sums_.rows().data_ptr<double>();
+  if (rule.sums > 0) rows.sums_width = sums_.rows().size(1);
+  update_runs(context, space, rule, turn.passes[pass], by_count, rows, turn.hyper,
+              part.scale ? part.scale : context.step_scale());
 }
 
 void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
   ParamSpace& space = turn.space;
-  const size_t last = turn.rule.passes.size() - 1;
+  const size_t last = turn.passes.size() - 1;
   if (space.gathers_after_step() && gather_.overlaps()) {
     // From the first parameters on: the next forward needs them first. If weights come back from another tier, their
     // bucket is gathered when the next one has been stepped, so that no gather waits for them.
@@ -305,6 +300,17 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
   }
   if (!space.gathers_after_step() || gather_.overlaps() || skip) return;
   gather_.start_all(space);
+}
+
+void Stepper::exchange_passes(Turn turn, const GradReducer& grads, size_t pass) {
+  for (auto b = static_cast<int32_t>(turn.space.map.buckets.size()) - 1; b >= 0; --b) {
+    const plan::Bucket& bucket = turn.space.map.buckets[b];
+    turn.scratch = {compressed_.scratch(bucket), bucket.shard_begin};
+    run_pass(turn, grads, pass, b);
+    compressed_.exchange(
+        turn.space, bucket, [&](size_t param) { return grads.used(param); }, turn.scratch.data);
+    run_pass(turn, grads, pass + 1, b);
+  }
 }
 
 StepReport Stepper::report() {

@@ -6,7 +6,9 @@
 #include "optim/rule.h"
 #include "zero/device_context.h"
 #include "zero/gradients/grad_reducer.h"
+#include "zero/step/compressed_step.h"
 #include "zero/step/norm_sums.h"
+#include "zero/step/parameter_sums.h"
 #include "zero/spaces/param_store.h"
 #include "zero/step/step.h"
 #include "zero/step/step_gather.h"
@@ -21,7 +23,7 @@ class Stepper {
   Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather);
 
   // Computes norm, clipping factor and finiteness on the device. max_norm <= 0: no clipping. check: not finite means
-  // skip.
+  // skip. Where each rank has gradients of its own, see [Note: one decision].
   void norm(const GradReducer& grads, float loss_scale, float max_norm, bool check);
 
   // Sets the native optimizer of each parameter group, and with it the slots. Called before anything about slots.
@@ -52,8 +54,8 @@ class Stepper {
   // The buffer of a slot, zero at first; null where the group's rule has no such slot.
   const Buffer* slot(ParamSpace& space, int slot);
   const at::Tensor& steps() const { return steps_; }  // float, one per parameter, on the CPU: updates it has seen
-  // The sums of the last update() over whole parameters, fp64, a row for each; undefined if no rule makes any.
-  const at::Tensor& sums() const { return sums_; }
+  ParameterSums& sums() { return sums_; }
+  CompressedStep& compressed() { return compressed_; }
 
  private:
   // fp32 numbers for elements of the shard space from `origin` on.
@@ -65,6 +67,7 @@ class Stepper {
   struct Turn {
     ParamSpace& space;
     const optim::Rule& rule;
+    const std::vector<optim::Pass>& passes;  // of this step
     const std::vector<double>& hyper;
     const std::vector<UpdatePart>& parts;
     Scratch scratch;
@@ -72,7 +75,6 @@ class Stepper {
 
   void prepare();
   void share_failure();
-  void add_sums();
   void sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum);
   // Pass number `pass` over one bucket, or over all of them (-1).
   void run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket = -1);
@@ -81,16 +83,19 @@ class Stepper {
   void last_pass(const Turn& turn, const GradReducer& grads);
   // All passes of a rule that orthogonalises, bucket by bucket: its scratch is no larger than one.
   void matrix_passes(Turn turn, const GradReducer& grads);
-  void copy_row(const ParamSpace& space, const Buffer& to, const Buffer& from, int32_t bucket);
+  // Passes number `pass` and the next one, bucket by bucket, with an exchange of signs between them.
+  void exchange_passes(Turn turn, const GradReducer& grads, size_t pass);
 
   ParamStore& store_;
   DeviceContext& device_;
   StepMemory memory_;
   StepGather gather_;
+  CompressedStep compressed_;
+  ParameterSums sums_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;
   bool beside_ = false;
-  at::Tensor steps_, sums_;
+  at::Tensor steps_;
   std::vector<at::Tensor> scratch_;  // of each space, from norm() to update(): the scratch of its rule
   NormSums squares_;
   std::vector<float*> stepped_;  // counts that have risen since norm(), to be taken back when skipped

@@ -25,11 +25,11 @@ RunsByCount runs_by_count(const ParamSpace& space, const UpdateChoice& choice) {
   return by_count;
 }
 
-void update_runs(DeviceContext& context, const ParamSpace& space, const optim::Rule& rule, size_t pass,
+void update_runs(DeviceContext& context, const ParamSpace& space, const optim::Rule& rule, const optim::Pass& pass,
                  const RunsByCount& found, const UpdateRows& rows, const std::vector<double>& hyper,
                  const kernels::StepScale* scale) {
   kernels::UpdateArgs args;
-  args.grad_dtype = kernel_dtype(rows.grad.data().scalar_type(), "gradient");
+  args.grad_dtype = kernel_dtype(rows.grad.dtype(), "gradient");
   args.lp_dtype = kernel_dtype(space.lp.dtype, "parameter");
   for (const auto& [count, runs] : found) {
     std::vector<kernels::UpdateSegment> segments;
@@ -39,7 +39,7 @@ void update_runs(DeviceContext& context, const ParamSpace& space, const optim::R
       for (size_t slot = 0; slot < rows.slots.size(); ++slot)
         segment.states[slot] = rows.slots[slot].address(run.bucket, run.begin);
       segment.grad = rows.grad.address(run.bucket, run.begin);
-      segment.lp = rows.lp.data().defined() ? rows.lp.address(run.bucket, run.begin) : nullptr;
+      segment.lp = rows.lp ? rows.lp.address(run.bucket, run.begin) : nullptr;
       segment.numel = static_cast<size_t>(run.end - run.begin);
       if (rows.scratch) segment.scratch = rows.scratch + run.begin - rows.origin;
       if (rows.sums) segment.sums = rows.sums + space.params[run.index] * rows.sums_width;

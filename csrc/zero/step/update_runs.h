@@ -64,8 +64,8 @@ struct UpdateRows {
   int64_t sums_width = 0;
 };
 
-// Pass number `pass` of the rule, with the factor and decision in `scale`, which is in memory of the context's device.
-void update_runs(DeviceContext& context, const ParamSpace& space, const optim::Rule& rule, size_t pass,
+// A pass of the rule, with the factor and decision in `scale`, which is in memory of the context's device.
+void update_runs(DeviceContext& context, const ParamSpace& space, const optim::Rule& rule, const optim::Pass& pass,
                  const RunsByCount& found, const UpdateRows& rows, const std::vector<double>& hyper,
                  const kernels::StepScale* scale);
 

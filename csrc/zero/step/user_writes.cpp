@@ -12,8 +12,9 @@ namespace {
 
 // The gathered values are others than the slice, because of the user.
 bool is_written(const ShardedParam& param) {
-  return param.available() && (param.written() || param.kept ||
-                               (param.data_given && !param.slice_written() && param.own_part_differs()));
+  return param.available() &&
+         (param.written() || param.kept ||
+          (param.data_given && !param.slice_written() && (param.is_own_slice() || param.own_part_differs())));
 }
 
 }  // namespace

@@ -137,6 +137,14 @@ def cut_for_mics(native, size):
     return mesh.group_over(native.ranks(["dp.mics"]))
 
 
+def cut_for_second_copy(native, size):
+    """Runs of ``size`` data-parallel ranks have a second copy of the model together (hpZ). Returns torch's group of
+    them. Raises ValueError where the size does not divide the ranks."""
+    to = [("groups", 0, ""), ("inner", size, "zero_optimization.zero_hpz_partition_size")]
+    native.fold("hpz", SAME_WEIGHTS, to)
+    return mesh.group_over(native.ranks(["hpz.inner"]))
+
+
 PIPELINE = "pipeline_model", "pipe"  # the names that mpus have for stages
 
 

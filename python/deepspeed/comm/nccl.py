@@ -1,6 +1,6 @@
-"""NCCL called directly, for what torch's process group has no way to say: registered user buffers, many calls as one
-launch, packed chunks with their scales. The calls are those of a native communicator
-(csrc/comm/transports/nccl_communicator), as engines of NCCL jobs make them.
+"""NCCL called directly, for what torch's process group has no way to say: registered user buffers and many calls as one
+launch. The calls are those of a native communicator (csrc/comm/transports/nccl_communicator), as engines of NCCL jobs
+make them.
 
     from deepspeed.comm.nccl import NcclCommunicator
 
@@ -123,34 +123,6 @@ class NcclCommunicator:
         """Part r of ``tensor`` goes to rank r, part r of ``output`` comes from there. The splits are elements of each
         part, one for each rank; None: equal parts. ``output`` and ``tensor`` do not overlap."""
         self._native.all_to_all(output, tensor, output_splits, input_splits)
-
-    # ---- packed chunks with their scales ---------------------------------------------------------------------------
-    def exchange_packed(
-        self,
-        output,
-        output_scales,
-        packed,
-        scales,
-        output_splits=None,
-        input_splits=None,
-        output_scale_splits=None,
-        input_scale_splits=None,
-    ):
-        """The first half of a compressed all-reduce, as one launch: chunk r of ``packed`` (uint8; 1-bit signs, 8-bit
-        blocks) with its part of ``scales`` goes to rank r; chunk r of ``output`` with ``output_scales`` came from
-        there.
-
-        The splits are bytes and scales of each chunk; None: equal parts. Nothing overlaps. Unpacking, adding and
-        packing again are the caller's, then ``gather_packed`` is the second half (1-bit Adam, arXiv 2102.02888; the
-        quantized gradients of ZeRO++, arXiv 2306.10209, use the first alone).
-        """
-        splits = [output_splits, input_splits, output_scale_splits, input_scale_splits]
-        self._native.exchange_packed((output, output_scales), (packed, scales), splits)
-
-    def gather_packed(self, output, output_scales, packed, scales):
-        """The second half: every rank's ``packed`` (uint8) and ``scales``, of equal sizes on all ranks, to all ranks as
-        one launch. Row r of ``output`` and of ``output_scales`` is rank r's; the inputs may be the own rows."""
-        self._native.gather_packed((output, output_scales), (packed, scales))
 
     # ---- groups and the end of work --------------------------------------------------------------------------------
     @contextlib.contextmanager

@@ -1,10 +1,12 @@
 """Joins the ranks of an ``NcclCommunicator``: the library, the device, NCCL's id."""
 
 import contextlib
+import datetime
 import functools
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -109,13 +111,32 @@ def join_by_store(store, name, rank, size, timeout, device=None, library=None):
     that can be used: the reason is logged."""
     target, found, problem = find(device, library)
     store.set(f"facts{rank}", _to_text(_facts(rank, found, problem)))
-    everybody = [_from_text(store.get(f"facts{r}")) for r in range(size)]
+    everybody = _facts_of_all(store, name, size, timeout)
     try:
         id = _agreed(name, everybody)
     except RuntimeError as error:
         logger.warning("torch's own NCCL groups carry this engine: %s", error)
         return None
     return join(found, id, name, rank, size, timeout, target)
+
+
+def _facts_of_all(store, name, size, timeout):
+    # NCCL itself would not say who is missing.
+    end, missing, found = time.monotonic() + timeout.total_seconds(), [], []
+    for rank in range(size):
+        try:
+            store.wait([f"facts{rank}"], datetime.timedelta(seconds=max(end - time.monotonic(), 0.01)))
+        except RuntimeError as error:
+            missing.append(str(rank))
+            reason = error
+            continue
+        found.append(_from_text(store.get(f"facts{rank}")))
+    if missing:
+        raise RuntimeError(
+            f"the NCCL communicator {name!r} cannot be made: rank{'s' * (len(missing) > 1)} {', '.join(missing)} of "
+            f"its {size} ranks did not come within {timeout.total_seconds():g} s"
+        ) from reason
+    return found
 
 
 def on_device(device):

@@ -1,7 +1,8 @@
 """One move of the learning-rate schedule, with the arguments that its ``step`` wants, as part of an engine's step.
 
-The schedule moves when it is known that the weights will change and before they do, so that one that raises leaves
-everything as it was. The update still has the rates from before the move.
+The schedule moves before the weights change, so that one that raises leaves everything as it was. The update still has
+the rates from before the move. Whether the step is skipped is known later, because the host does not wait for the
+device before the update: then the move is undone.
 """
 
 import contextlib
@@ -11,7 +12,14 @@ import warnings
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.optim.schedule_values import restore_values, same_values, values_of, with_inner, write_values
+from deepspeed.optim.schedule_values import (
+    restore_state,
+    restore_values,
+    same_values,
+    state_of,
+    values_of,
+    write_values,
+)
 
 
 def next_move(engine, lr_kwargs):
@@ -89,7 +97,7 @@ class Move:
 
     def make(self):
         """Moves the schedule; the parameter groups have their old values again until ``keep``."""
-        self._state = [(one, dict(vars(one))) for one in with_inner(self.scheduler)]
+        self._state = state_of(self.scheduler)
         self._before = values_of(self.optimizer)
         try:
             # At its first move torch's schedule warns if the optimizer has not stepped; that update comes next.
@@ -111,12 +119,11 @@ class Move:
             write_values(group, {key: saved for key, saved in after.items() if not same_values(before.get(key), saved)})
 
     def undo(self):
-        """As if the schedule had not moved, as far as its own attributes and the parameter groups go."""
+        """As if the schedule had not moved, as far as its state (``schedule_values.state_of``) and the parameter groups
+        go."""
         if self._state is None:
             return
-        for one, attributes in self._state:
-            vars(one).clear()
-            vars(one).update(attributes)
+        restore_state(self._state)
         if self._after is None:  # it raised; else the groups have their old values since `make`
             restore_values(self.optimizer, self._before)
 

@@ -13,6 +13,9 @@ from deepspeed.registry import Registry, nearest
 OPTIMIZERS = Registry("optimizer", "deepspeed.optimizers")
 OPTIMIZERS.register("adam", "deepspeed.ops.adam.from_config:build_adam")
 OPTIMIZERS.register("adamw", "deepspeed.ops.adam.from_config:build_adam")
+OPTIMIZERS.register("onebitadam", "deepspeed.ops.onebit:build")
+OPTIMIZERS.register("onebitlamb", "deepspeed.ops.onebit:build")
+OPTIMIZERS.register("zerooneadam", "deepspeed.ops.onebit:build")
 
 
 # The same where the step is offloaded to the host, if that has a class of its own; packages say `from_config_on_host`.

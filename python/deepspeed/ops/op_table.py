@@ -78,7 +78,8 @@ OPS = (
     # Communication
     _cpu("deepspeed_ccl_comm", "CCLCommBuilder", "collectives through oneCCL", build_var="DS_BUILD_CCL_COMM"),
     _cpu("deepspeed_shm_comm", "ShareMemCommBuilder", "collectives in shared memory", build_var="DS_BUILD_SHM_COMM"),
-    _cpu("packbits", "PackbitsBuilder", "packs signs into bits", build_var="DS_BUILD_PACK_BITS"),
+    _cpu("packbits", "PackbitsBuilder", "packs signs into bits", api="packbits", native=True,
+         build_var="DS_BUILD_PACK_BITS"),
     # Transformers
     _cuda("transformer", "TransformerBuilder", "fused transformer layers for training"),
     _cuda("stochastic_transformer", "StochasticTransformerBuilder", "the same, faster and not reproducible",
@@ -93,7 +94,8 @@ OPS = (
     _cuda("evoformer_attn", "EvoformerAttnBuilder", "attention of protein models"),
     _cuda("flash_attn", "FlashAttentionBuilder", "attention that does not store its matrix", takes_name=False),
     # Data and precision
-    _cuda("quantizer", "QuantizerBuilder", "integer quantization"),
+    Op("quantizer", "QuantizerBuilder", "integer quantization", api="quantizer", native=True, devices=("cpu", "cuda"),
+       base="CUDAOpBuilder", takes_name=True),
     _cuda("fp_quantizer", "FPQuantizerBuilder", "quantization to small floats"),
     Op("random_ltd", "RandomLTDBuilder", "random layer-wise token dropping", api="random_ltd", native=True,
        devices=("cpu", "cuda"), base="CUDAOpBuilder", takes_name=True),

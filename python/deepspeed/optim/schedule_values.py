@@ -1,30 +1,61 @@
 """Saves and restores the values that a learning-rate schedule changes: its own attributes and parameter groups."""
 
+import collections
+
 import torch
+
+_LONGEST = 10_000  # entries of a list, or elements of a tensor, that may change in one move of a schedule
 
 
 def rehearse(scheduler, optimizer, function):
     """Calls ``function``, which changes ``scheduler`` or the groups of ``optimizer`` (None: there is none), and
     restores them afterwards: an error of a later call is raised now."""
-    state = [(one, dict(vars(one))) for one in with_inner(scheduler)]
+    state = state_of(scheduler)
     before = values_of(optimizer) if optimizer is not None else None
     try:
         function()
     finally:
-        for one, attributes in state:
-            vars(one).clear()
-            vars(one).update(attributes)
+        restore_state(state)
         if optimizer is not None:
             restore_values(optimizer, before)
 
 
-def with_inner(scheduler):
-    """The schedule, and those inside of one that is put together from others (``SequentialLR``,
-    ``ChainedScheduler``)."""
-    found = [scheduler] if hasattr(scheduler, "__dict__") else []
-    for inner in getattr(scheduler, "_schedulers", ()):
-        found += with_inner(inner)
-    return found
+def state_of(scheduler):
+    """The attributes of a schedule and of the schedules inside of it, for ``restore_state``: pairs of an object and a
+    copy of its contents. Lists, dicts, sets and tensors in them may be changed in place, so these are copied as well.
+    """
+    saved, seen, found = [], set(), [vars(scheduler)] if hasattr(scheduler, "__dict__") else []
+    while found:
+        one = found.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict) and "params" in one:  # a parameter group
+            continue
+        if isinstance(one, (dict, list, set, collections.deque)) and len(one) <= _LONGEST:
+            saved.append((one, one.copy()))
+            found += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, tuple):
+            found += one
+        elif torch.is_tensor(one) and one.numel() <= _LONGEST:
+            saved.append((one, one.detach().clone()))
+        elif _is_schedule(one):
+            found.append(vars(one))
+    return saved
+
+
+def _is_schedule(one):
+    inside = hasattr(one, "__dict__") and not isinstance(one, (type, torch.nn.Module)) and not torch.is_tensor(one)
+    return inside and callable(getattr(one, "step", None)) and not hasattr(one, "param_groups")
+
+
+def restore_state(saved):
+    for one, copy in saved:
+        if torch.is_tensor(one):
+            one.detach().copy_(copy)
+            continue
+        one.clear()
+        one.extend(copy) if isinstance(one, (list, collections.deque)) else one.update(copy)
 
 
 def values_of(optimizer):

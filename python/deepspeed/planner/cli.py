@@ -20,6 +20,7 @@ from deepspeed.host.command_line import check_output, program
 from deepspeed.host.user_files import function_in_file
 from deepspeed.module_inject.auto_ep_presets.registry import preset_name_for_hf_model_type
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.planner import timeline
 from deepspeed.planner.child import PlanError, run_apart
 from deepspeed.planner.machine import Machine, kept_path
 from deepspeed.planner.plans import GIB, folders_in, plan
@@ -155,6 +156,7 @@ def _parser():
     add("--search", action="store_true", help="plan other settings and list the ten fastest that fit")
     add("--against", metavar="RUN.jsonl", help="compare with a step log, phase by phase")
     add("--json", action="store_true", help="print JSON")
+    add("--timeline", metavar="FILE", help="write the planned step for chrome://tracing: host, compute, communication")
     add("--png", metavar="FILE", help="draw the bytes of the peak by owner (needs matplotlib)")
     add("--hostfile", metavar="FILE", help="hosts of --profile-machine, as for deepspeed (default: this one, N ranks)")
     add("--profile-machine", action="store_true", help="measure this machine, and the drive of nvme_path, for a file")
@@ -207,6 +209,7 @@ def _plan(args):
     if min(args.world, args.nodes) < 1 or args.world > _MOST_RANKS:
         raise ValueError(f"--world {args.world} and --nodes {args.nodes}: both are at least 1, at most {_MOST_RANKS}")
     check_output(args.png, "--png")
+    check_output(args.timeline, "--timeline")
     config, machine = _values_of(args.config), Machine.of_jobs(args.machine)
     resolved = resolve(config, world_size=args.world, given_as="--world")[0]
     if any(one["severity"] == "error" and one["code"] != LEFT_TO_TRAINER for one in resolved.issues()):
@@ -216,7 +219,10 @@ def _plan(args):
         machine.ranks_of_host = args.world // args.nodes
     micro_batch = int(config.get("train_micro_batch_size_per_gpu") or 1)
     how = {"imbalance": args.imbalance, "measure": args.measure}
-    made = plan(job.model, config, args.world, args.memory, job.sample(micro_batch), machine, **how)
+    sample = job.sample(micro_batch)
+    made = plan(job.model, config, args.world, args.memory, sample, machine, timeline=bool(args.timeline), **how)
+    if args.timeline:
+        timeline.write(args.timeline, made.ranks)
     search = None
     if args.search or not made.fits:
         search = Search(

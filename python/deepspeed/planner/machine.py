@@ -27,7 +27,8 @@ class Machine:
     are on one host. ``workspace``: bytes on the device that libraries of matrix products keep from the first one on.
     ``synchronous``: the host waits for each operator, as on the CPU. ``host_ns``: its time for the call of a small
     layer (``host_time.host_ns``); 0: its program takes no time. ``attention``: as ``flops``, of fused attention; where
-    it has no rate, that of products counts."""
+    it has no rate, that of products counts. ``call_ns``: of the host, to start a collective on a device; on the CPU
+    the host carries it out."""
 
     name: str
     flops: dict
@@ -43,6 +44,7 @@ class Machine:
     synchronous: bool = False
     host_ns: int = 0
     attention: dict = dataclasses.field(default_factory=dict)
+    call_ns: int = 5_000
 
     def link(self, ranks):
         """The ``LinkCost`` of a group."""

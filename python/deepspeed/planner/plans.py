@@ -46,7 +46,11 @@ class RankPlan:
     phase; ``not_known``: operators whose cost is not known, and "transfers of files" where the rate of their drive is
     not; ``not_measured``: operators that could not be measured, whose times are those of the rates; ``run_small``:
     operators that torch cannot run without memory: a run on the CPU with few rows has told the shapes of their results,
-    and masks choose all elements there. ``peak_flops``: of the device in a second, in the dtype of the model."""
+    and masks choose all elements there. ``peak_flops``: of the device in a second, in the dtype of the model.
+    ``counts``: what the host does in each phase: ``{phase: {"dispatched", "launches", "kernels", "collectives",
+    "host_waits"}}``: calls of torch's dispatcher, operations that the device carries out, those of them that are
+    kernels of this library, calls of groups of ranks, and waits for the device.
+    ``timeline``: rows ``(lane, name, phase, begin, end, exposed)`` in nanoseconds, if it was asked for."""
 
     rank: int
     peak_bytes: int
@@ -61,6 +65,8 @@ class RankPlan:
     not_measured: tuple = ()
     run_small: tuple = ()
     peak_flops: float = 0.0
+    counts: dict = dataclasses.field(default_factory=dict)
+    timeline: tuple = ()
 
     @property
     def step_seconds(self):
@@ -111,9 +117,11 @@ class Plan:
         return f"{fits}: {peak} ({held})"
 
     def as_dict(self):
-        """Plain values, for JSON."""
-        made = dataclasses.asdict(self)
+        """Plain values, for JSON, without timelines."""
+        ranks = tuple(dataclasses.replace(rank, timeline=()) for rank in self.ranks)
+        made = dataclasses.asdict(dataclasses.replace(self, ranks=ranks))
         for rank, one in zip(made["ranks"], self.ranks):
+            del rank["timeline"]
             rank["calls"] = [
                 {"verb": verb, "purpose": purpose, "count": count, "bytes": size}
                 for (verb, purpose), (count, size) in sorted(one.calls.items())
@@ -139,6 +147,7 @@ class Plan:
         )
         phases = ", ".join(f"{phase} {seconds * 1e3:.1f} ms" for phase, seconds in one.seconds.items())
         lines.append(f"  step {self.seconds * 1e3:.1f} ms: {phases}; {one.flops / 1e12:.3f} Tflop of a rank")
+        lines.append(f"  calls of the host: {'; '.join(itertools.starmap(_counted, one.counts.items()))}")
         if self.mfu is not None:
             lines.append(f"  {self.mfu:.1%} of the peak flops of the devices (MFU)")
         if one.not_known:
@@ -148,6 +157,10 @@ class Plan:
         if one.not_measured:
             lines.append(f"  times from rates, because they cannot run alone: {', '.join(one.not_measured)}")
         return "\n".join(lines)
+
+
+def _counted(phase, counts):
+    return f"{phase} " + ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in counts.items())
 
 
 # ---- making one ------------------------------------------------------------------------------------------------------
@@ -163,6 +176,7 @@ def plan(
     optimizer=None,
     imbalance=1.0,
     measure=False,
+    timeline=False,
 ):
     """The forecast of training ``model`` with ``config``: memory, traffic and time of a step. The engine is built as in
     the job and makes steps, on tensors without memory, in a process of its own; ``model`` is not changed.
@@ -178,7 +192,7 @@ def plan(
     or the sum of its first tensor. optimizer: a function of parameters, where the configuration names none.
     imbalance: the rows of the rank whose experts have most to do, divided by the mean over ranks. measure: True: each
     operator runs on a device of this machine, which gives its time; False: the rates of ``machine`` give the times; a
-    dict: as True, and it keeps the times for further plans.
+    dict: as True, and it keeps the times for further plans. timeline: whether the plans of ranks have their timelines.
 
     Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
     raises.
@@ -209,7 +223,7 @@ def plan(
         times = measure if isinstance(measure, dict) else {} if measure else None
 
         def planned(flag):
-            rows = [(rank, *common, times, flag) for rank in wanted]
+            rows = [(rank, *common, times, flag, timeline) for rank in wanted]
             return plan_ranks(_plan_rank, rows, copies=1 if ranks is None else None)
 
         made, flag = _with_flags(planned)
@@ -284,11 +298,14 @@ def files_apart(config):
         yield {**config, "zero_optimization": {**zero, **changed}} if named else config
 
 
-def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer, imbalance, times, flag, peers=None):
+def _plan_rank(
+    rank, model, config, size, memory, sample, machine, loss, optimizer, imbalance, times, flag, timeline, peers=None
+):
     """The work of the child process: the ``RankPlan``, parameters, and the calls of operators without a time. Of a
     pipeline without ``peers`` it returns a ``Copy``."""
     world = World(rank, size, memory or 1 << 62, machine, peers=peers)
     world.times, world.flag = times, flag
+    world.clock.record(timeline)
     world.install()
     world.memory.set_owner("parameters")
     mpu = None
@@ -347,5 +364,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         not_measured=tuple(sorted(counted.not_measured)),
         run_small=tuple(sorted(run.run_small)),
         peak_flops=machine.peak(run.engine.get_data_types()[0]),
+        counts=world.clock.counts,
+        timeline=tuple(world.clock.timeline),
     )
     return plan, parameters, list(counted.calls)

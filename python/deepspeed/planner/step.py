@@ -82,6 +82,18 @@ class Constants(TorchDispatchMode):
         return found[0]
 
 
+def _waits(name, args, kwargs):
+    """Whether the host waits for the device in a call of an operator: it asks for values, or copies between the memory
+    of the host and that of the device, and not in the background."""
+    if name in _ASKED:
+        return args[0].is_meta
+    if name == "copy_":
+        return args[0].is_meta != args[1].is_meta and not (args[2:] or [kwargs.get("non_blocking")])[0]
+    if name == "_to_copy" and kwargs.get("device") is not None and not kwargs.get("non_blocking"):
+        return args[0].is_meta != (torch.device(kwargs["device"]).type == "meta")
+    return False
+
+
 def on_meta(value):
     """``value`` with new meta tensors in place of its tensors, which require gradients where these do."""
 
@@ -110,7 +122,7 @@ class _CountedConstants(CountedOps):
     def __init__(self, world, known):
         super().__init__(self._take_time)
         self.world, self.calls, self._constants, self._call = world, {}, Constants(world.memory, known), None
-        self.not_measured = set()
+        self.not_measured, self._runs = set(), world.clock.compute
         self._last, self._costs = None, {}  # ``(Cost, nanoseconds)`` of the last operation, and by their known keys
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -121,12 +133,15 @@ class _CountedConstants(CountedOps):
 
     def kernel_ran(self, name, out, *args):
         self.world.host.pause()
+        self._runs = self.world.clock.kernel
         super().kernel_ran(name, out, *args)
+        self._runs = self.world.clock.compute
         self.world.host.ends()
 
     def call(self, func, args, kwargs):
-        if func.overloadpacket.__name__ in _ASKED:
-            self.world.clock.synchronize()
+        self.world.clock.dispatched()
+        if _waits(func.overloadpacket.__name__, args, kwargs):
+            self.world.clock.host_waits(str(func))
         return self._constants.run(func, args, kwargs)
 
     def add(self, name, args, kwargs, out):
@@ -135,7 +150,8 @@ class _CountedConstants(CountedOps):
         if key in self._costs:
             cost, took = self._costs[key]
             self._sum(cost)
-            self.world.clock.compute(took)
+            if cost.flops or cost.bytes:
+                self._runs(took, name)
             return
         if self.world.times is not None:
             self._call = call_of(name, args, kwargs)
@@ -156,8 +172,8 @@ class _CountedConstants(CountedOps):
             if took is None:
                 made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
                 took = self.world.machine.time_of(name, cost, torch.float32 if made is None else made.dtype)
+            self._runs(int(took), name)
         self._last = cost, int(took)
-        self.world.clock.compute(self._last[1])
 
 
 def own_states(engine):
@@ -170,9 +186,10 @@ def own_states(engine):
 
 
 def bytes_of_a_parameter(engine):
-    """Bytes on the device of this rank between two steps, for each parameter of its model: weights, gradients, masters
-    and states."""
+    """Bytes on the device of this rank in a step, for each parameter of its model: weights, gradients, masters and
+    states."""
     rests = engine.core.storage.report()["media"]["device"]["resting_bytes"] + own_states(engine)
+    rests += engine.core.absent_grad_bytes()
     return rests / max(1, sum(getattr(one, "ds_numel", one.numel()) for one in engine.module.parameters()))
 
 
@@ -184,6 +201,7 @@ class PlannedRun:
         self.world, self.sample, self.loss, self._known = world, sample, loss, KnownResults(world.flag)
         with Constants(world.memory, self._known):
             self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer, mpu=mpu)[0]
+        self.engine.tput_timer.start_step = 0  # the planned step is one of many
 
     def _inputs(self):
         args, kwargs = arguments_in(self.sample)
@@ -242,7 +260,7 @@ class PlannedRun:
             self._train()
             world.host.pause()
             world.host.turn(False)
-        world.clock.synchronize()
+        world.clock.end()
         moved = {tier: size - before.get(tier, 0) for tier, size in self._transferred().items()}
         if moved:
             moved["host"] += self._weights_sent()

@@ -27,12 +27,27 @@ NAME = "counted"
 
 class _MetaStream:
     """A stream, or an event, of the device meta. A copy on it is done at once. Code that keeps the tensors of a copy
-    until a stream has been waited for keeps them in a plan, too."""
+    until a stream has been waited for keeps them in a plan, too. ``clock``: of the planned step."""
+
+    def __init__(self, clock, **options):
+        self.clock, self._mark = clock, 0
 
     def wait_stream(self, stream):
         pass
 
-    wait_event = record = wait_stream
+    wait_event = wait_stream
+
+    def record(self, stream=None):
+        self._mark = self.clock.mark
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return 0.0
+
+    def synchronize(self):
+        self.clock.host_waits("an event", self._mark)
 
 
 class MetaAccelerator(CPU_Accelerator):
@@ -66,13 +81,21 @@ class MetaAccelerator(CPU_Accelerator):
         return self.bytes - self.count.live
 
     # As the device of the host has them, which has none, or as a GPU.
-    Stream = Event = property(lambda self: None if self.count.on_host else _MetaStream)
+    Stream = Event = property(
+        lambda self: None if self.count.on_host else functools.partial(_MetaStream, self.count.clock)
+    )
 
     def stream(self, stream):
         return contextlib.nullcontext()
 
     def current_stream(self, device_index=None):
-        return _MetaStream()
+        return _MetaStream(self.count.clock)
+
+    def use_host_timers(self):
+        return self.count.on_host
+
+    def synchronize(self, device_index=None):
+        self.count.clock.host_waits("the device")
 
     def _on_host(self, device):
         return device.type == "cpu" or self.count.on_host
@@ -113,7 +136,7 @@ class World:
         self.memory, self.shared = _native._C.MetaMemory(1 if on_host else 512, on_host), {}
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
-        self.clock = self.memory.clock = _native._C.StepPlan(machine.synchronous)
+        self.clock = self.memory.clock = _native._C.StepPlan(machine.synchronous, machine.call_ns)
         local = min(size, machine.ranks_of_host or size)
         self.host = HostTime(self.clock, machine, local)
         self.recorder = _native._C.CallRecorder(False)

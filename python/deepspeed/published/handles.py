@@ -6,6 +6,7 @@ from typing import List
 import torch
 
 from deepspeed.log import logger
+from deepspeed.ops.codes import code_ops
 
 
 class MultipleAllGatherHandles:
@@ -76,15 +77,13 @@ class CUDAQuantizer:
                     groups += 1
                 self.group_size_cache[numel] = groups
             groups = self.group_size_cache[numel]
-        rows = param.detach().reshape(groups, -1).float()
-        scale = rows.abs().amax(dim=1, keepdim=True).div_(127.0)
-        quantized = torch.where(scale > 0, rows / scale, torch.zeros_like(rows)).round_().clamp_(-127, 127)
-        return quantized.to(torch.int8).reshape(param.shape), scale.reshape(-1)
+        codes, scale = code_ops().encode(param, groups, 8, False)
+        return codes.view(torch.int8).view(param.shape), scale.reshape(-1)
 
     def dequantize(self, quantized_param, scale, dtype=None):
         """The values again, each off by at most half a scale; in ``dtype`` (default fp16)."""
-        rows = quantized_param.reshape(scale.numel(), -1).float() * scale.reshape(-1, 1).float()
-        return rows.reshape(quantized_param.shape).to(torch.float16 if dtype is None else dtype)
+        values = code_ops().decode(quantized_param, scale, scale.numel(), 8, False, 1, dtype or torch.float16)
+        return values.view(quantized_param.shape)
 
 
 def print_rank_0(message, debug=False, force=False):

@@ -3,8 +3,11 @@ modules without values."""
 
 import collections
 import copy
+import importlib
 
 import torch
+
+from deepspeed._compat import VERSION
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "arange", "eye", "linspace")
 
@@ -54,6 +57,9 @@ class OnDevice:
             return self
         if self._saved is not None:
             raise RuntimeError("this OnDevice context is open already; use one object per `with` statement.")
+        if VERSION >= (2, 12):
+            # Initializers of meta tensors import it, and while it is imported it looks at the functions replaced here.
+            importlib.import_module("torch._dynamo")
         self._saved = {name: getattr(torch, name) for name in _FACTORIES}
         self._saved["__new__"] = torch.Tensor.__new__
         for name in _FACTORIES:

@@ -4,6 +4,7 @@ Times are in milliseconds unless a name says otherwise. A timer that measures th
 starting and stopping does not stall it; where the accelerator asks for host timers, the device is synchronised instead.
 """
 
+import collections
 import time
 
 from deepspeed.accelerator import get_accelerator
@@ -62,7 +63,8 @@ def _milliseconds(begin, end):
     """The time between two moments of ``_now``."""
     if isinstance(end, float):
         return (end - begin) * 1000.0
-    end.synchronize()
+    if not end.query():
+        end.synchronize()
     return begin.elapsed_time(end)
 
 
@@ -205,10 +207,52 @@ class NoopTimer:
         return {}
 
 
+_MOST_UNREAD = 64  # steps; more events are not kept
+
+
+class _Moments:
+    """Moments and the seconds between them, of the device's clock or of the host's. Events are used again."""
+
+    def __init__(self, of_device):
+        self._of_device = of_device
+        self._free = []
+
+    def now(self):
+        if not self._of_device:
+            return time.perf_counter()
+        if get_accelerator().use_host_timers():
+            return device_time()
+        event = self._free.pop() if self._free else get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, stretches):
+        """Whether the device has come to their ends."""
+        last = stretches[-1][1]
+        return isinstance(last, float) or last.query()
+
+    def seconds(self, stretches):
+        """Their sum; their events are free afterwards."""
+        total = 0.0
+        for begin, end in stretches:
+            total += _milliseconds(begin, end) / 1000.0
+            if not isinstance(end, float):
+                self._free += (begin, end)
+        return total
+
+
+class _CountedStep:
+    seconds = None
+
+    def __init__(self, stretches, samples):
+        self.stretches, self.samples = stretches, samples
+
+
 class ThroughputTimer:
     """Samples per second, from the start of reading a batch to the end of the step.
 
-    config:           object with ``enabled`` and ``synchronized`` (wait for the device at both ends), or None: both on.
+    config:           object with ``enabled`` and ``synchronized`` (the device's time, else that of the host), or None:
+                      both on.
     batch_size:       samples per step over all ranks. It may change; a step counts with the number at its end.
     start_step:       steps that do not count: the first ones pay for warming up.
     steps_per_output: number of steps between two lines in the log; None: no lines.
@@ -216,7 +260,11 @@ class ThroughputTimer:
 
     ``initialized``: start() has been called; ``started``: between start() and stop(); ``start_time``: ``time.time()``
     of the last start that counts, ``end_time`` that of the last stop that does, 0 before it. ``step_seconds``: of
-    the last step, None before one that counts.
+    the last step, None before one that counts. ``total_elapsed_time``: seconds of the counted steps;
+    ``step_elapsed_time``: of those since the last report.
+
+    The device's time is that of events, which nobody waits for in a step: the line in the log tells of the steps that
+    the device has ended, and whoever asks for seconds or samples per second waits for the last one.
     """
 
     def __init__(
@@ -231,23 +279,46 @@ class ThroughputTimer:
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.initialized = self.started = False
         self.start_time = self.end_time = 0
-        self.total_elapsed_time = 0.0  # seconds, of the counted steps
-        self.step_elapsed_time = 0.0  # seconds since the last report
-        self.step_seconds = None
-        self._seconds = 0.0  # of the step under way
+        self._clock = _Moments(self.synchronized)
+        self._total = self._since_report = 0.0  # seconds, of the counted steps whose times are read
+        self._samples = self._samples_since_report = 0  # of the same steps
+        self._last = None  # the last step, where it counts
+        self._unread = collections.deque()  # counted steps whose times are not read
+        self._stretches = []  # of the step under way, pairs of moments
         self._parts, self._whole = 0, True  # of it: micro-steps that have ended; and whether all its time is known
         self._any_whole = False  # whether there was such a step; until then the others count
         self._counted_steps = 0
-        self._samples = self._samples_since_report = 0  # of the counted steps
-        self._start_s = None
+        self._begin = None
+
+    @property
+    def total_elapsed_time(self):
+        self._read()
+        return self._total
+
+    @property
+    def step_elapsed_time(self):
+        self._read()
+        return self._since_report
+
+    @property
+    def step_seconds(self):
+        self._read()
+        return None if self._last is None else self._last.seconds
+
+    def _read(self, waits=True):
+        """Adds up the times of counted steps; without ``waits`` of those that the device has ended."""
+        while self._unread and (waits or self._clock.passed(self._unread[0].stretches)):
+            step = self._unread.popleft()
+            step.seconds = self._clock.seconds(step.stretches)
+            self._total += step.seconds
+            self._since_report += step.seconds
+            self._samples += step.samples
+            self._samples_since_report += step.samples
 
     def update_epoch_count(self):
         """A new epoch begins: micro-steps are counted from 0 again."""
         self.epoch_count += 1
         self.micro_step_count = 0
-
-    def _now(self):
-        return device_time() if self.synchronized else time.perf_counter()
 
     def start(self, reading=True):
         """Before a batch is read; called twice without a stop, the later call counts. Without ``reading`` the batch is
@@ -257,12 +328,12 @@ class ThroughputTimer:
         if self.enabled:
             self.initialized = self.started = True
         if self.enabled and self.global_step_count >= self.start_step:
-            self._start_s = self._now()
+            self._begin = self._clock.now()
             self.start_time = time.time()
 
     def drop(self):
         """The time since the last start does not count, since it was spent on something else than training."""
-        self.started, self._start_s, self._whole = False, None, False
+        self.started, self._begin, self._whole = False, None, False
 
     def stop(self, global_step=False, report_speed=True):
         """After a micro-step; global_step: it was the last of its step, so the step is complete. Nothing without
@@ -271,41 +342,44 @@ class ThroughputTimer:
             return
         self.started = False
         self.micro_step_count += 1
-        measured = self._start_s is not None
+        measured = self._begin is not None
         if measured:
-            duration = self._now() - self._start_s
-            self._start_s, self.end_time = None, time.time()
-            self._seconds += duration
+            self._stretches.append((self._begin, self._clock.now()))
+            self._begin, self.end_time = None, time.time()
         self._parts += 1
         self.global_step_count += global_step
         if not global_step:
             return
-        seconds, whole = self._seconds, measured and self._whole
-        self._seconds, self._parts, self._whole = 0.0, 0, True
+        stretches, whole = self._stretches, measured and self._whole
+        self._stretches, self._parts, self._whole = [], 0, True
         if whole and not self._any_whole:
             self._any_whole, self._counted_steps = True, 0
-            self.total_elapsed_time = self.step_elapsed_time = 0.0
+            self._unread.clear()
+            self._total = self._since_report = 0.0
             self._samples = self._samples_since_report = 0
         counts = whole or (measured and not self._any_whole)
-        self.step_seconds = seconds if counts else None
+        self._last = _CountedStep(stretches, self.batch_size) if counts else None
         if counts:
-            self.total_elapsed_time += seconds
-            self.step_elapsed_time += seconds
+            self._unread.append(self._last)
             self._counted_steps += 1
-            self._samples += self.batch_size
-            self._samples_since_report += self.batch_size
+            if isinstance(stretches[-1][1], float) or len(self._unread) >= _MOST_UNREAD:  # of the host, or too many
+                self._read(waits=False)
         if self._counted_steps and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
+            self._read(waits=False)
             if report_speed:
                 self._report()
-            self.step_elapsed_time = 0.0
+            self._since_report = 0.0
             self._samples_since_report = 0
 
     def _report(self):
-        now = self._samples_since_report / (self.step_elapsed_time + TIME_EPSILON)
+        if self._samples_since_report == 0:  # the device has not ended the first step: the next report tells
+            return
+        now = self._samples_since_report / (self._since_report + TIME_EPSILON)
+        mean = self._samples / (self._total + TIME_EPSILON)
         device = get_accelerator()
         text = (
             f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
-            f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={now}, "
+            f"RunningAvgSamplesPerSec={mean}, CurrSamplesPerSec={now}, "
             f"MemAllocated={round(device.memory_allocated() / GIB, 2)}GB, "
             f"MaxMemAllocated={round(device.max_memory_allocated() / GIB, 2)}GB"
         )
@@ -318,4 +392,5 @@ class ThroughputTimer:
         """Samples per second over all counted steps; -inf before the first one."""
         if self._counted_steps == 0:
             return float("-inf")
-        return self._samples / (self.total_elapsed_time + TIME_EPSILON)
+        self._read()
+        return self._samples / (self._total + TIME_EPSILON)

@@ -24,6 +24,8 @@ def build_core(
     rules=(),
     mesh=None,
     window=None,
+    codes_weights=False,
+    codes_frozen=False,
 ):
     """Returns ``(core, names)``.
 
@@ -36,7 +38,8 @@ def build_core(
     kept; None: in the parameter's own. ``rules``: of each parameter group (``ops.by_name.rules_of``), for
     ``zero_optimization.placement``; () counts two states of each element. ``mesh``: the native ``ProcessMesh`` of the
     ranks that train, with the axes pp, dp, sp and tp; None: this rank trains alone. ``window``: the native accumulation
-    window that the caller drives; by default the core has one of its own. The threads of CPU kernels are
+    window that the caller drives; by default the core has one of its own. ``codes_weights``, ``codes_frozen``: ZeRO++
+    and MixZ++, also where the configuration does not ask for them. The threads of CPU kernels are
     ``torch.get_num_threads()``.
     """
     rows = []
@@ -63,6 +66,8 @@ def build_core(
         grad_dtype=grad_dtype,
         rules=list(rules),
         window=window,
+        codes_weights=codes_weights,
+        codes_frozen=codes_frozen,
     )
     held.hold(core, core.communicators)
     return core, [row[1] for row in rows]

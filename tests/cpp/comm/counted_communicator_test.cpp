@@ -47,10 +47,29 @@ TEST(CountedCommunicator, MetaTensorsAreTakenAndCallsAreChecked) {
 TEST(CountedCommunicator, CallsTakeTheTimeOfTheirBytes) {
   const auto step = std::make_shared<plan::StepPlan>();
   const CommunicatorPtr group = counted_communicator(0, 4, "dp", {step, plan::LinkCost{10, 1'000'000'000}});
-  const WorkPtr work = group->all_reduce(at::zeros({1000}), ReduceOp::kSum);
+  const int64_t takes = 2 * 10 + 2 * 4000 * 3 / 4;  // a ring sends each byte twice, but for this rank's share
+  const auto meta = at::TensorOptions().device(at::kMeta);
+  const WorkPtr work = group->all_reduce(at::zeros({1000}, meta), ReduceOp::kSum);
   EXPECT_EQ(step->now(), 0);
   work->wait();
-  EXPECT_EQ(step->now(), 2 * 10 + 2 * 4000 * 3 / 4);  // a ring sends each byte twice, but for this rank's share
+  EXPECT_EQ(step->now(), takes);
+  // Several tensors in one call: one latency for the bytes of both.
+  group
+      ->all_gather(
+          {{at::zeros({500}, meta), at::zeros({2000}, meta)}, {at::zeros({500}, meta), at::zeros({2000}, meta)}})
+      ->wait();
+  EXPECT_EQ(step->now(), takes + 2 * 10 + 4 * 4000 * 3 / 4);
+}
+
+// Hosts exchange numbers beside their devices: the stream that computes goes on.
+TEST(CountedCommunicator, NumbersInHostMemoryTakeTheTimeOfTheHost) {
+  const auto step = std::make_shared<plan::StepPlan>();
+  const CommunicatorPtr group = counted_communicator(0, 4, "dp", {step, plan::LinkCost{10, 1'000'000'000}});
+  step->compute(100'000);
+  group->all_reduce(at::zeros({1000}), ReduceOp::kSum)->wait();
+  step->compute(10);
+  EXPECT_EQ(step->now(), 100'010) << "the host was through before the device";
+  EXPECT_EQ(step->waited(), 0);
 }
 
 TEST(CountedCommunicator, AnExchangeTouchesSharedMemoryOrPacksItsRows) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <functional>
 #include <string>
 
 #include "../stand_in.h"
@@ -21,6 +22,15 @@ Function* fake_nccl_function(const char* name) {
   return reinterpret_cast<Function*>(dlsym(dlopen(fake_nccl_path().c_str(), RTLD_NOW), name));
 }
 #define FAKE_NCCL(function) fake_nccl_function<decltype(function)>(#function)
+
+// NcclMember::on_device of a rank that is a thread: the calling one.
+inline std::function<void(const std::function<void()>&)> as_this_thread() {
+  return [thread = FAKE_NCCL(fake_nccl_this_thread)()](const std::function<void()>& body) {
+    FAKE_NCCL(fake_nccl_act_as)(thread);
+    body();
+    FAKE_NCCL(fake_nccl_act_as)(0);
+  };
+}
 
 class FakeNcclTest : public testing::Test {
  protected:

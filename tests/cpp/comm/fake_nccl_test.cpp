@@ -36,6 +36,7 @@ class FakeNccl : public FakeNcclTest {
     place.rank = rank;
     place.size = size;
     place.timeout = std::chrono::seconds(20);
+    place.on_device = as_this_thread();
     return NcclComm::join(NcclLibrary::open(fake_nccl_path()), id, place);
   }
 

@@ -15,6 +15,7 @@
 #include "../stand_in.h"
 #include "base/error.h"
 #include "comm/nccl/nccl_memory.h"
+#include "fake_nccl_calls.h"
 
 namespace ds::comm {
 namespace {
@@ -31,7 +32,13 @@ void fail_at(const char* function, int result) {
   order<void (*)(const char*, int)>("fake_nccl_fail")(function, result);
 }
 void fail_later(int result) { order<void (*)(int)>("fake_nccl_async_error")(result); }
-void busy(int times) { order<void (*)(int)>("fake_nccl_busy")(times); }
+void hang(const char* function) { order<void (*)(const char*)>("fake_nccl_hang")(function); }
+
+bool comes_to(const char* what, int64_t wanted) {
+  const auto end = Clock::now() + std::chrono::seconds(20);
+  while (count(what) != wanted && Clock::now() < end) std::this_thread::sleep_for(milliseconds(5));
+  return count(what) == wanted;
+}
 
 class Nccl : public testing::Test {
  protected:
@@ -52,6 +59,7 @@ class Nccl : public testing::Test {
     member.size = size;
     member.timeout = timeout;
     member.quiesce = quiesce;
+    member.on_device = as_this_thread();
     return NcclComm::join(library, id, member);
   }
   NcclCommPtr alone() { return join(library->make_id(), 0, 1); }
@@ -183,9 +191,17 @@ TEST_F(Nccl, ManyCallsAreOneGroupAndGroupsNest) {
   comm->close();
 }
 
-TEST_F(Nccl, WaitsForALibraryThatTakesItsTime) {
-  busy(30);
-  on_ranks(2, [](int rank, NcclComm& comm) { sweep<float>(rank, comm, nccl::kFloat32); });
+// Only the watching thread asks, a few times a second.
+TEST_F(Nccl, LaunchesDoNotAskNcclForErrors) {
+  const NcclCommPtr comm = alone();
+  const auto begun = Clock::now();
+  const int64_t before = count("ncclCommGetAsyncError");
+  float value = 1;
+  for (int call = 0; call < 1000; ++call) comm->all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr);
+  const int64_t asked = count("ncclCommGetAsyncError") - before;
+  EXPECT_LE(asked, 1 + std::chrono::duration_cast<milliseconds>(Clock::now() - begun).count() / 50);
+  EXPECT_EQ(count("ncclAllReduce"), 1000);
+  comm->close();
 }
 
 TEST_F(Nccl, MovesEightBitFloatsAndReducesThemWhereNcclDoes) {
@@ -250,6 +266,16 @@ TEST_F(Nccl, AnErrorThatComesLaterNamesTheLastCallAndAborts) {
   EXPECT_EQ(count("aborted"), 1);
 }
 
+TEST_F(Nccl, TheWatchingThreadFindsALaterErrorAndAborts) {
+  const NcclCommPtr comm = alone();
+  float value = 0;
+  comm->all_gather(&value, &value, 1, nccl::kFloat32, nullptr);
+  fail_later(nccl::kRemoteError);
+  EXPECT_TRUE(comes_to("aborted", 1));
+  expect_parts(error_of(ErrorKind::kRuntime, [&] { comm->all_gather(&value, &value, 1, nccl::kFloat32, nullptr); }),
+               {"all_gather of 1 x fp32, its call 1", "remote process exited", "told to fail later"});
+}
+
 TEST_F(Nccl, AnErrorInsideAGroupAbortsWhenTheGroupIsOver) {
   float value = 0;
   const auto add = [&](NcclComm& comm) { comm.all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr); };
@@ -285,12 +311,50 @@ TEST_F(Nccl, AnErrorInsideAGroupAbortsWhenTheGroupIsOver) {
 TEST_F(Nccl, ARankThatDoesNotComeIsNotWaitedForForEver) {
   expect_parts(error_of(ErrorKind::kRuntime, [&] { join(library->make_id(), 0, 2, milliseconds(50)); }),
                {"rank 0 of 2", "joining", "within 0.05 s", "another rank has not come"});
+  EXPECT_EQ(count("aborted"), 0);  // an initialisation cannot be aborted
+  order<void (*)()>("fake_nccl_give_up_joins")();
+  EXPECT_TRUE(comes_to("alive", 0));
+}
+
+// The rank that nobody waits for any more leaves the communicator that is made in the end.
+TEST_F(Nccl, ARankThatComesTooLateFindsNobody) {
+  const nccl::UniqueId id = library->make_id();
+  error_of(ErrorKind::kRuntime, [&] { join(id, 0, 2, milliseconds(50)); });
+  const NcclCommPtr late = join(id, 1, 2);
+  EXPECT_TRUE(comes_to("aborted", 1));
+  float value = 0;
+  error_of(ErrorKind::kRuntime, [&] { late->all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr); });
+}
+
+TEST_F(Nccl, ADeviceThatIsNotThereIsAnErrorOfTheJoin) {
+  NcclMember member;
+  member.on_device = [](const std::function<void()>&) { throw std::runtime_error("there is no such device"); };
+  EXPECT_THROW(NcclComm::join(library, library->make_id(), member), std::runtime_error);
+}
+
+TEST_F(Nccl, ACallThatStaysInTheLibraryIsEndedByTheTimeout) {
+  float value = 0;
+  const auto add = [&](NcclComm& comm) { comm.all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr); };
+  const NcclCommPtr comm = join(library->make_id(), 0, 1, milliseconds(150));
+  add(*comm);
+  hang("ncclAllReduce");
+  const std::string text = error_of(ErrorKind::kRuntime, [&] { add(*comm); });
+  expect_parts(text, {"all_reduce of 1 x fp32, its call 2", "within 0.15 s", "is at another call", "NCCL_DEBUG"});
   EXPECT_EQ(count("aborted"), 1);
+  EXPECT_EQ(error_of(ErrorKind::kRuntime, [&] { add(*comm); }), text);
+
+  const NcclCommPtr grouped = join(library->make_id(), 0, 1, milliseconds(150));
+  hang("ncclGroupEnd");
+  expect_parts(error_of(ErrorKind::kRuntime, [&] { grouped->grouped([&] { add(*grouped); }); }), {"within 0.15 s"});
+  const NcclCommPtr closed = join(library->make_id(), 0, 1, milliseconds(150));
+  hang("ncclCommFinalize");
+  expect_parts(error_of(ErrorKind::kRuntime, [&] { closed->close(); }), {"taking leave", "within 0.15 s"});
+  EXPECT_EQ(count("aborted"), 3);
 }
 
 TEST_F(Nccl, AbortFromAnotherThreadFreesWhoWaits) {
   const NcclCommPtr comm = alone();
-  busy(1 << 30);
+  hang("ncclAllReduce");
   std::thread other([&] {
     std::this_thread::sleep_for(milliseconds(30));
     comm->abort("the test says so");
@@ -298,7 +362,7 @@ TEST_F(Nccl, AbortFromAnotherThreadFreesWhoWaits) {
   float value = 0;
   expect_parts(
       error_of(ErrorKind::kRuntime, [&] { comm->all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr); }),
-      {"aborted by another thread"});
+      {"all_reduce of 1 x fp32", "aborted by another thread", "the test says so"});
   other.join();
   EXPECT_EQ(count("aborted"), 1);
 }

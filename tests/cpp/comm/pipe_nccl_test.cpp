@@ -103,6 +103,7 @@ CommunicatorPtr queued_nccl(const CommunicatorPtr& thread, const nccl::UniqueId&
   place.rank = thread->rank();
   place.size = thread->size();
   place.timeout = std::chrono::seconds(60);
+  place.on_device = as_this_thread();
   return std::make_shared<QueuedNccl>(NcclComm::join(NcclLibrary::open(fake_nccl_path()), id, place), thread, says_it);
 }
 

@@ -66,6 +66,10 @@ inline CommunicatorPtr nccl_on_device(const CommunicatorPtr& host, const nccl::U
     STANDIN(standin_empty_cache)();
     return true;
   };
+  member.on_device = [device = device_of(host->rank()), as_this = as_this_thread()](const auto& body) {
+    const c10::DeviceGuard current(device);
+    as_this(body);
+  };
   return nccl_communicator(NcclComm::join(NcclLibrary::open(fake_nccl_path()), id, member), host);
 }
 
@@ -77,6 +81,7 @@ class OnDevice : public Communicator {
   int size() const override { return inner_->size(); }
   std::string name() const override { return "on the device"; }
   bool carries(const Op&) const override { return true; }
+  bool groups() const override { return inner_->groups(); }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
   void abort(const std::string& why) noexcept override { inner_->abort(why); }
   WorkPtr run_all(const std::vector<Op>& ops) override {
@@ -112,11 +117,11 @@ class OnDevice : public Communicator {
       Op there = op;
       there.in = of(op.in);
       there.out = of(op.out);
-      if (!op.scales) return there;
-      ChunkScales scales = *op.scales;
-      scales.in = of(scales.in);
-      scales.out = of(scales.out);
-      there.scales = std::make_shared<ChunkScales>(scales);
+      if (op.more) {
+        std::vector<TensorPair> more;
+        for (const TensorPair& pair : *op.more) more.push_back({of(pair.in), of(pair.out)});
+        there.more = std::make_shared<const std::vector<TensorPair>>(std::move(more));
+      }
       return there;
     }
     WorkPtr then(WorkPtr work) const {
@@ -172,6 +177,7 @@ inline CommunicatorPtr make(const std::string& transport, const CommunicatorPtr&
   member.rank = rank;
   member.size = size;
   member.timeout = seconds(600);
+  member.on_device = as_this_thread();
   const auto library = NcclLibrary::open(stand_in("fake_nccl"));
   return nccl_communicator_alone(NcclComm::join(library, id, member));
 }

@@ -151,47 +151,27 @@ Call call(const Case& c, int round, int rank, int size) {
       return {{op}, [=, out = op.out] {
                 return at::equal(out, given(c, round, c.root, whole).narrow(0, begin, own).to(c.type));
               }};
-    case Verb::kAllToAll:
-    case Verb::kExchangePacked: {
-      // The chunks of each rank; kExchangePacked has twice, of bytes and of scales, which are one more for each rank.
-      struct Half {
-        std::vector<int64_t> give, take;
-        at::Tensor in, out;
-      };
-      const auto chunk = [=](int more, int from, int to) { return count(c, round, from, to) + more; };
-      const auto half = [&](at::ScalarType type, int more) {
-        Half made;
-        for (int r = 0; r < size; ++r) {
-          made.give.push_back(chunk(more, rank, r));
-          made.take.push_back(chunk(more, r, rank));
-        }
-        made.in = given(c, round, rank, sum(made.give)).to(type);
-        made.out = at::empty({sum(made.take)}, made.in.options());
-        return made;
-      };
-      const auto arrived = [=](const Half& made, int more) {
-        for (int r = 0; r < size; ++r) {
-          std::vector<int64_t> theirs;
-          for (int to = 0; to < size; ++to) theirs.push_back(chunk(more, r, to));
-          const at::Tensor expected = given(c, round, r, sum(theirs)).narrow(0, sum(theirs, rank), made.take[r]);
-          if (!at::equal(made.out.narrow(0, sum(made.take, r), made.take[r]), expected.to(made.out.scalar_type())))
-            return false;
-        }
-        return true;
-      };
-      const bool packed = c.verb == Verb::kExchangePacked;
-      const Half chunks = half(packed ? at::kByte : c.type, 0), scales = half(c.type, 1);
-      op.in = chunks.in;
-      op.out = chunks.out;
-      if (c.uneven) {
-        op.in_counts = chunks.give;
-        op.out_counts = chunks.take;
+    case Verb::kAllToAll: {
+      std::vector<int64_t> give, take;
+      for (int r = 0; r < size; ++r) {
+        give.push_back(count(c, round, rank, r));
+        take.push_back(count(c, round, r, rank));
       }
-      if (packed)
-        op.scales =
-            std::make_shared<ChunkScales>(c.uneven ? ChunkScales{scales.in, scales.out, scales.give, scales.take}
-                                                   : ChunkScales{scales.in, scales.out, {}, {}});
-      return {{op}, [=] { return arrived(chunks, 0) && (!packed || arrived(scales, 1)); }};
+      op.in = given(c, round, rank, sum(give)).to(c.type);
+      op.out = at::empty({sum(take)}, op.in.options());
+      if (c.uneven) {
+        op.in_counts = give;
+        op.out_counts = take;
+      }
+      return {{op}, [=, out = op.out] {
+                for (int r = 0; r < size; ++r) {
+                  std::vector<int64_t> theirs;
+                  for (int to = 0; to < size; ++to) theirs.push_back(count(c, round, r, to));
+                  const at::Tensor expected = given(c, round, r, sum(theirs)).narrow(0, sum(theirs, rank), take[r]);
+                  if (!at::equal(out.narrow(0, sum(take, r), take[r]), expected.to(c.type))) return false;
+                }
+                return true;
+              }};
     }
     case Verb::kSend:
     case Verb::kRecv: break;
@@ -247,6 +227,37 @@ TEST_P(Verbs, RandomSequencesEqualASerialModel) {
   }
 }
 
+// One call with tensors of several sizes and types; one of them has no elements.
+TEST_P(Verbs, SeveralTensorsInOneCall) {
+  for (int size = 1; size <= 4; ++size) {
+    if (!exists(GetParam(), size)) continue;
+    on_transport(GetParam(), size, [&](int rank, Communicator& comm) {
+      std::vector<TensorPair> gathered, summed;
+      int64_t bytes = 0;
+      for (const auto& [numel, type] : {std::pair{7, at::kFloat}, {0, at::kFloat}, {33, at::kHalf}, {1, at::kInt}}) {
+        const at::Tensor own = at::arange(numel, at::kLong).add(10 * rank).to(type);
+        gathered.push_back({own, at::empty({size, numel}, own.options())});
+        summed.push_back({at::arange(size * numel, at::kLong).add(rank).to(type).view({size, numel}), own.clone()});
+        bytes += 2 * (size - 1) * static_cast<int64_t>(own.nbytes());
+      }
+      comm.reset_traffic();
+      const WorkPtr one = comm.all_gather(gathered, "several"), other = comm.reduce_scatter(summed, "several");
+      one->wait();
+      other->wait();
+      EXPECT_EQ(comm.traffic().bytes, bytes);
+      for (size_t i = 0; i < gathered.size(); ++i) {
+        const int64_t numel = gathered[i].in.numel();
+        for (int other_rank = 0; other_rank < size; ++other_rank)
+          EXPECT_TRUE(
+              at::equal(gathered[i].out[other_rank].to(at::kLong), at::arange(numel, at::kLong).add(10 * other_rank)));
+        const at::Tensor sum = at::arange(rank * numel, (rank + 1) * numel, at::kLong) * size + size * (size - 1) / 2;
+        EXPECT_TRUE(at::equal(summed[i].out, sum.to(summed[i].out.scalar_type()))) << GetParam() << " " << i;
+      }
+      comm.barrier();
+    });
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Transports, Verbs, testing::ValuesIn(transport_names()),
                          [](const auto& parameter) { return parameter.param; });
 
@@ -281,12 +292,6 @@ TEST(Verbs, WhatDoesNotFitIsRefusedBeforeAnythingIsSent) {
     refused({Verb::kAllToAll, three, four, {}, {}, ReduceOp::kSum, -1, {}}, "cannot be cut into 2 equal parts");
     refused({Verb::kAllToAll, three, four, {1, 1}, {2, 2}, ReduceOp::kSum, -1, {}},
             "the counts of the input must be 2 numbers that add up to its 3 elements");
-    Op packed{Verb::kExchangePacked, two, at::zeros({2})};
-    refused(packed, "exchange_packed: the chunks are Float; give bytes (uint8)");
-    packed.in = packed.out = at::zeros({2}, at::kByte);
-    refused(packed, "exchange_packed: the scales are missing");
-    packed.scales = std::make_shared<ChunkScales>(ChunkScales{three, two, {}, {}});
-    refused(packed, "all_to_all: the input of 3 elements cannot be cut into 2 equal parts");
     refused({Verb::kBroadcast, {}, two, {}, {}, ReduceOp::kSum, 2, {}}, "there is no rank 2 in a group of 2 ranks");
     refused({Verb::kSend, two, {}, {}, {}, ReduceOp::kSum, rank, {}}, "is this rank itself");
     refused({Verb::kGather, two, {}, {}, {}, ReduceOp::kSum, rank, {}}, "gather: the root gives no tensor");

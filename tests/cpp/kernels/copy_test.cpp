@@ -52,6 +52,23 @@ TEST_P(PairTest, AccumulateEqualsTheReference) {
   }
 }
 
+// More moves than one launch takes, of odd sizes, also none; what lies between them stays.
+TEST_P(PairTest, ManyMovesEqualOneByOne) {
+  const auto [to, from] = GetParam();
+  ThreadPool pool(3);
+  for (const KernelTable* table : isa_tables()) {
+    for (bool add : {false, true}) {
+      const ManyMoves many(to, from);
+      Buffer want = many.target, got = many.target;
+      for (const Move& move : many.moves(want.data(), many.source.data()))
+        (add ? ref_table().accumulate : ref_table().copy)({}, move.to, to, move.from, from, move.numel, 0.37f);
+      const std::vector<Move> moves = many.moves(got.data(), many.source.data());
+      table->move_all({&pool}, moves.data(), moves.size(), to, from, 0.37f, add);
+      EXPECT_TRUE(same(got, want)) << table->isa << " " << add;
+    }
+  }
+}
+
 TEST(CopyTest, InPlaceWhereElementSizesAreEqual) {
   ThreadPool pool(2);
   for (const KernelTable* table : isa_tables()) {

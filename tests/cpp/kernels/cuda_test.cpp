@@ -76,6 +76,55 @@ TEST_F(CudaTest, CopyAccumulateAndScaleEqualTheReference) {
   }
 }
 
+TEST_F(CudaTest, ManyMovesEqualTheReference) {
+  for (DType to : kDtypes) {
+    for (DType from : kDtypes) {
+      for (bool add : {false, true}) {
+        const ManyMoves many(to, from);
+        Buffer want = many.target, got = many.target, source = many.source;
+        const std::vector<Move> moves = many.moves(want.data(), source.data());
+        ref_table().move_all({}, moves.data(), moves.size(), to, from, 0.3f, add);
+        OnDevice a(driver, source), b(driver, got);
+        const std::vector<Move> there = many.moves(b.data(), a.data());
+        table->move_all({}, there.data(), there.size(), to, from, 0.3f, add);
+        b.fetch();
+        expect_no_error();
+        ASSERT_TRUE(same(got, want)) << where(*table, to, from, many.target.size(), 1) << " add " << add;
+      }
+    }
+  }
+}
+
+TEST_F(CudaTest, FindNonfiniteEqualsTheReference) {
+  for (DType dtype : kDtypes) {
+    const std::vector<size_t> lengths = sizes();
+    std::vector<Buffer> buffers;
+    for (size_t i = 0; i < 200; ++i) {
+      const size_t n = lengths[i % lengths.size()];
+      buffers.emplace_back(dtype, n, i % 2);
+      buffers.back().randomize(static_cast<unsigned>(i));
+      if (n > 0 && i % 3 == 0) buffers.back().set(n - 1, INFINITY);
+      if (n > 0 && i % 7 == 0) buffers.back().set(n / 2, NAN);
+    }
+    Buffer want(DType::kF32, buffers.size()), got(DType::kF32, buffers.size());  // words of 32 bits
+    std::memset(want.data(), 0, want.bytes());
+    std::memset(got.data(), 0, got.bytes());
+    OnDevice bits(driver, got);
+    std::vector<Checked> host, device;
+    std::vector<std::unique_ptr<OnDevice>> copies;
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      copies.push_back(std::make_unique<OnDevice>(driver, buffers[i]));
+      host.push_back({buffers[i].data(), buffers[i].size(), static_cast<int32_t*>(want.data()) + i});
+      device.push_back({copies.back()->data(), buffers[i].size(), static_cast<int32_t*>(bits.data()) + i});
+    }
+    ref_table().find_nonfinite({}, host.data(), host.size(), dtype);
+    table->find_nonfinite({}, device.data(), device.size(), dtype);
+    bits.fetch();
+    expect_no_error();
+    ASSERT_EQ(std::memcmp(want.data(), got.data(), want.bytes()), 0) << dtype_name(dtype);
+  }
+}
+
 TEST_F(CudaTest, ColumnSumsEqualTheReference) {
   for (DType dtype : kDtypes) {
     for (size_t n : sizes()) {

@@ -143,5 +143,29 @@ TEST(FinishNormTest, SkipsWhereSomebodyHasFailed) {
   }
 }
 
+// Each array has a word of its own, and bits that are there stay.
+TEST(NonfiniteTest, NamesTheArraysWithAnInfOrANan) {
+  ThreadPool pool(3);
+  for (const KernelTable* table : isa_tables()) {
+    for (DType dtype : kDtypes) {
+      std::vector<Buffer> buffers;
+      std::vector<int32_t> found(300), want(300);
+      for (size_t i = 0; i < found.size(); ++i) {
+        const size_t n = kSizes[i % 10];
+        buffers.emplace_back(dtype, n, i % 2);
+        buffers.back().randomize(static_cast<unsigned>(i));
+        found[i] = want[i] = i % 11 == 0 ? 4 : 0;
+        if (n > 0 && i % 3 == 0) buffers.back().set(n - 1, INFINITY), want[i] |= kFoundInf;
+        if (n > 0 && i % 5 == 0) buffers.back().set(0, NAN), want[i] |= kFoundNan;
+        if (n == 1 && i % 15 == 0) want[i] &= ~kFoundInf;  // the nan has taken its place
+      }
+      std::vector<Checked> arrays;
+      for (size_t i = 0; i < found.size(); ++i) arrays.push_back({buffers[i].data(), buffers[i].size(), &found[i]});
+      table->find_nonfinite({&pool}, arrays.data(), arrays.size(), dtype);
+      EXPECT_EQ(found, want) << table->isa << " " << dtype_name(dtype);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ds::kernels::test

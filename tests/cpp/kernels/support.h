@@ -127,6 +127,43 @@ class Buffer {
   std::vector<unsigned char> storage_;
 };
 
+// Moves of odd sizes between two buffers, with gaps between the targets. More of them than one launch takes.
+class ManyMoves {
+ public:
+  ManyMoves(DType to, DType from) : source(from, place(), 1), target(to, ends_) {
+    source.randomize(5).add_specials();
+    target.randomize(6);
+  }
+  std::vector<Move> moves(void* into, const void* out_of) const {
+    std::vector<Move> made;
+    for (const One& one : all_)
+      made.push_back({static_cast<char*>(into) + one.to * dtype_bytes(target.dtype()),
+                      static_cast<const char*>(out_of) + one.from * dtype_bytes(source.dtype()), one.numel});
+    return made;
+  }
+
+ private:
+  struct One {
+    size_t to, from, numel;
+  };
+  size_t place() {
+    constexpr size_t kNumels[] = {1, 33, 0, 2, 100, 16, 1023, 17};
+    size_t sources = 0;
+    for (size_t i = 0; i < 400; ++i) {
+      const size_t numel = i % 150 == 70 ? 70001 : kNumels[i % 8];
+      all_.push_back({ends_, sources, numel});
+      ends_ += numel + 1 + i % 3;
+      sources += numel;
+    }
+    return sources;
+  }
+  std::vector<One> all_;
+  size_t ends_ = 1;
+
+ public:
+  Buffer source, target;  // before the moves
+};
+
 // The same bits, any NaN being equal to any other; and nothing written behind the end.
 inline testing::AssertionResult same(const Buffer& got, const Buffer& want) {
   if (!got.canary_intact()) return testing::AssertionFailure() << "written past the end";

@@ -114,7 +114,7 @@ void step(const KernelTable& table, const Launch& launch, const std::vector<Upda
   args.grad_dtype = grad;
   args.lp_dtype = DType::kBF16;
   const StepScale scale = {0, 0.7f, 0};
-  run_pass(table, launch, find_rule("adam8bit"), 0, segments, args, {1e-2, 0.9, 0.99, 1e-8, 0.01, 1, 1}, number,
+  run_pass(table, launch, find_rule("adam8bit"), find_rule("adam8bit").passes[0], segments, args, {1e-2, 0.9, 0.99, 1e-8, 0.01, 1, 1}, number,
            &scale);
 }
 
@@ -223,8 +223,8 @@ TEST_F(CudaAdam8bitTest, TheBitsAreThoseOfTheReference) {
     args.lp_dtype = DType::kBF16;
     for (int number = 1; number <= 3; ++number) {
       const std::vector<double> hyper = {1e-2, 0.9, 0.99, 1e-8, 0.01, 1, 1};
-      run_pass(ref_table(), {}, find_rule("adam8bit"), 0, {want.segment()}, args, hyper, number, nullptr);
-      run_pass(*table, {}, find_rule("adam8bit"), 0, {device}, args, hyper, number, nullptr);
+      run_pass(ref_table(), {}, find_rule("adam8bit"), find_rule("adam8bit").passes[0], {want.segment()}, args, hyper, number, nullptr);
+      run_pass(*table, {}, find_rule("adam8bit"), find_rule("adam8bit").passes[0], {device}, args, hyper, number, nullptr);
     }
     driver.to_host(host.master, at[0], n * 4);
     driver.to_host(host.lp, at[2], n * 2);

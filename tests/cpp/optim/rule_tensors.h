@@ -78,7 +78,7 @@ inline std::vector<double> defaults(const Rule& rule) {
 inline void run(const Rule& rule, const KernelTable& table, const Launch& launch,
                 const std::vector<UpdateSegment>& segments, const UpdateArgs& args, const StepScale* scale,
                 double step = 3) {
-  for (size_t pass = 0; pass < rule.passes.size(); ++pass)
+  for (const Pass& pass : rule.passes)
     run_pass(table, launch, rule, pass, segments, args, defaults(rule), step, scale);
 }
 

@@ -72,6 +72,80 @@ TEST(Streams, AViewOnAnotherStreamWaitsForTheLastUsers) {
   EXPECT_EQ(waits_that_nothing_misses(body, kWaits), Unmissed{});
 }
 
+// Blocks that lie apart: their memory is made on this stream, and another one uses it.
+class ApartOnStreams : public ::testing::Test {
+ protected:
+  static PlaneId add(ShardStorage& storage) {
+    PlaneExtras extras;
+    extras.apart = true;
+    return storage.add("x", 2 * kNumel, at::kFloat, {}, {kNumel, 2 * kNumel}, extras);
+  }
+};
+
+TEST_F(ApartOnStreams, ALeaseWaitsForTheStreamThatMadeTheMemory) {
+  const auto body = [](bool sound) {
+    ShardStorage storage(test_device());
+    const PlaneId plane = add(storage);
+    fill(storage.resident(plane, {kNumel, 2 * kNumel}), 1);
+    const SideStream side(test_device());
+    const Lease lease = storage.acquire(plane, {0, 2 * kNumel}, Access::kUpdate, Medium::kDevice);
+    const at::Tensor copy = lease.pieces().at(0).data.add(0);
+    if (sound) {
+      EXPECT_TRUE(holds(copy, 1));
+    }
+  };
+  EXPECT_EQ(waits_that_nothing_misses(body, kWaits), Unmissed{});
+}
+
+TEST_F(ApartOnStreams, MemoryIsReusedBehindTheLastLeaseOfSeveralBlocks) {
+  const auto body = [](bool sound) {
+    ShardStorage storage(test_device());
+    const PlaneId plane = add(storage);
+    storage.occupy(plane, {0, 2 * kNumel});
+    {
+      const SideStream side(test_device());
+      const Lease lease = storage.acquire(plane, {0, 2 * kNumel}, Access::kUpdate, Medium::kDevice);
+      for (const Lease::Piece& piece : lease.pieces()) fill(piece.data, 1);
+    }
+    const Lease lease = storage.acquire(plane, {0, 2 * kNumel}, Access::kUpdate, Medium::kDevice);
+    for (const Lease::Piece& piece : lease.pieces()) {
+      piece.data.add_(1);
+      if (sound) {
+        EXPECT_TRUE(holds(piece.data, 2));
+      }
+    }
+  };
+  // Both blocks were made on one stream, and are given back by one.
+  const Unmissed twice = {"stream wait 1", "stream wait 2", "stream wait 3", "stream wait 4"};
+  EXPECT_EQ(waits_that_nothing_misses(body, kWaits), on_standin() ? twice : Unmissed{});
+}
+
+TEST_F(ApartOnStreams, DiscardedMemoryIsReusedBehindTheStreamOfTheDiscard) {
+  const auto body = [](bool sound) {
+    ShardStorage storage(test_device());
+    const PlaneId plane = add(storage);
+    at::Tensor view = storage.resident(plane, {0, kNumel});
+    c10::impl::VirtualGuardImpl device(test_device().type());
+    const c10::Stream made = device.getStream(test_device());
+    {
+      const SideStream side(test_device());
+      if (on_standin()) {
+        c10::Event ordered(test_device().type());  // whoever uses a view on another stream sees to that
+        ordered.record(made);
+        ordered.block(device.getStream(test_device()));
+      }
+      fill(view, 1);
+      view.reset();
+      storage.discard(plane, {0, kNumel});
+    }
+    const at::Tensor other = numbers(3);  // takes the memory where nothing keeps it
+    if (sound) {
+      EXPECT_TRUE(holds(other, 3));
+    }
+  };
+  EXPECT_EQ(waits_that_nothing_misses(body, {kStandinKeptMemory}), Unmissed{});
+}
+
 // The block on the host comes and goes while the host waits, the one on the device without.
 TEST(Streams, ACopyOfTwoMemoriesIsWrittenBackBehindItsUser) {
   const auto body = [](bool sound) {

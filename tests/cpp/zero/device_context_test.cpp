@@ -44,6 +44,54 @@ TEST(DeviceContext, CopiesAndSumsOfAnyTypes) {
   device.check();
 }
 
+// Any device codes values to the bytes of the CPU, and decodes them to the same values.
+TEST(DeviceContext, CodesAreThoseOfTheReference) {
+  using kernels::BlockRun;
+  const kernels::CodeKernels& ref = *ds_cpu_code_kernels_isa(kernels::kCodesAbi, "ref");
+  const kernels::BlockCode code = {4, 32, DType::kBF16, true};
+  constexpr int64_t kNumel = 1001, kGroups = 32, kBits = 126;
+  const auto bytes = at::TensorOptions().dtype(at::kByte), floats = at::TensorOptions().dtype(at::kFloat);
+  // All results of one place: bits, errors, a sum of squares, signs again; codes, scales, offsets, values again.
+  const auto results = [&](const c10::Device& place, const auto& call) {
+    const at::Tensor values = (at::arange(kNumel, at::kLong).remainder(37).to(at::kFloat) - 17).to(place);
+    const at::Tensor error = at::ones({kNumel}, floats.device(place)), block_error = error.clone();
+    const at::Tensor bits = at::zeros({kBits}, bytes.device(place)), scale = at::full({1}, 3, floats.device(place));
+    const at::Tensor sum = at::zeros({1}, floats.dtype(at::kDouble).device(place)), signs = at::zeros_like(values);
+    const at::Tensor codes = at::zeros({501}, bytes.device(place)),
+                     scales = at::zeros({2 * kGroups}, bytes.device(place));
+    const at::Tensor offsets = at::zeros_like(scales), back = at::ones_like(values);
+    auto* const x = values.data_ptr<float>();
+    const kernels::ErrorSum squares = {x, error.data_ptr<float>(), kNumel, sum.data_ptr<double>()};
+    const kernels::SignRun run = {x, error.data_ptr<float>(), kNumel, bits.data_ptr<uint8_t>(),
+                                  scale.data_ptr<float>()};
+    const kernels::SignSum again = {signs.data_ptr<float>(), kNumel, bits.data_ptr<uint8_t>(),
+                                    scale.data_ptr<float>(), 1,      0};
+    const BlockRun blocks = {
+        x,   kNumel, codes.data_ptr<uint8_t>(), scales.data_ptr(), offsets.data_ptr(), block_error.data_ptr<float>(),
+        0.5f};
+    const kernels::BlockSum decoded = {
+        back.data_ptr(), kNumel, codes.data_ptr<uint8_t>(), scales.data_ptr(), offsets.data_ptr(), 1, 0};
+    call([&](const kernels::CodeKernels& table, const kernels::Launch& launch) {
+      table.sum_squares_with_error(launch, &squares, 1);
+      table.encode_signs(launch, &run, 1);
+      table.decode_signs(launch, &again, 1, 0.5f);
+      table.encode_blocks(launch, code, DType::kF32, &blocks, 1);
+      table.decode_blocks(launch, code, DType::kF32, &decoded, 1, 2.0f, true);
+    });
+    return std::vector<at::Tensor>{bits.cpu(),   error.cpu(),   sum.cpu(),         signs.cpu(), codes.cpu(),
+                                   scales.cpu(), offsets.cpu(), block_error.cpu(), back.cpu()};
+  };
+  const auto want = results(at::kCPU, [&](const auto& run) { run(ref, {}); });
+  DeviceContext device(test_device(), 2), any(test_device(), 2, &any_kernels(test_device().type()));
+  for (const DeviceContext* context : {&device, &any}) {
+    const auto got = results(test_device(), [&](const auto& run) {
+      context->run([&](const kernels::Launch& launch) { run(context->codes(), launch); });
+    });
+    context->check();
+    for (size_t i = 0; i < want.size(); ++i) EXPECT_TRUE(got[i].equal(want[i])) << i;
+  }
+}
+
 TEST(DeviceContext, SourcesInAnotherOrderOfMemory) {
   const DeviceContext device(test_device(), 1);
   const at::Tensor turned = numbers(60, at::kFloat).view({6, 10}).t();

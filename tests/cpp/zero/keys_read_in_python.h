@@ -269,6 +269,7 @@ inline const std::set<std::string> kReadInPython = {
     "zero_optimization.override_module_apply",
     "zero_optimization.pipeline_loading_checkpoint",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     "zero_optimization.stage3_module_granularity_threshold",
 };

@@ -64,10 +64,12 @@ std::string told(const EngineOptions& o) {
   out << " files " << t.block_bytes << ' ' << t.queue_depth << ' ' << t.single_submit << t.overlap_events << ' '
       << o.files.threads << (o.files.cufile != nullptr) << " reducer " << o.reducer.bucket_numel << ' '
       << o.reducer.overlap << o.reducer.scatter << ' ' << o.reducer.predivide << ' ' << o.reducer.postscale << ' '
-      << dtype(o.reducer.comm_dtype) << o.reducer.find_nonfinite_grads << " gather " << o.gather.overlap
+      << dtype(o.reducer.comm_dtype) << o.reducer.find_nonfinite_grads << o.reducer.blocks << o.reducer.block_errors
+      << ' ' << o.reducer.block_error_beta << ' ' << o.reducer.block_reset_steps << " gather " << o.gather.overlap
       << o.gather.collective << ' ' << o.allgather_bucket_numel << " gatherer " << o.gatherer.max_live_numel << ' '
       << o.gatherer.max_reuse_numel << ' ' << o.gatherer.persistence_numel << ' ' << o.gatherer.model_persistence_numel
-      << ' ' << o.gatherer.prefetch_numel << " strategy " << o.strategy << ' ' << o.step.threads;
+      << ' ' << o.gatherer.prefetch_numel << o.codes_weights << o.codes_frozen << " strategy " << o.strategy << ' '
+      << o.step.threads;
   const ZenFlowOptions& z = o.step.zenflow;
   out << ' ' << z.topk_ratio << ' ' << int(z.select) << ' ' << z.select_interval << ' ' << z.update_interval << ' '
       << z.overlap << z.offload << ' ' << z.auto_ratio << ' ' << z.warm_up << ' ' << z.steps_per_epoch;
@@ -123,6 +125,7 @@ std::vector<Value> situations(const std::string& folder) {
       zero(R"("stage": 3, "offload_param": {"device": "cpu"})"),
       zero(R"("stage": 3, "offload_param": {"device": "nvme", "nvme_path": FOLDER})"),
       zero(R"("stage": 2, "zenflow": {}, )" + cpu),
+      zero(R"("stage": 2, "zero_quantized_gradients": true, "zeropp_loco_param": {})"),
       zero(R"("stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": true})"),
       zero(R"("stage": 2, "placement": {"auto": true}, "offload_optimizer": {"nvme_path": FOLDER})"),
   };

@@ -97,7 +97,8 @@ void compare(Case c, const std::string& folder = "") {
     const std::string what =
         words("rank", rank, "of", c.world, c.type, c.peers ? "" : "collectives", c.micro_steps, "micro-steps");
     expect_same(there[rank], here[rank], what, 1e-12);
-    EXPECT_EQ(there[rank].usage.leases, here[rank].usage.leases) << what;
+    // A rank that shares its parameters with no other gathers nothing where they rest on the device.
+    EXPECT_EQ(here[rank].usage.leases, c.world > 1 ? there[rank].usage.leases : 0) << what;
     EXPECT_EQ(there[rank].usage[1].resting > 0, folder.empty()) << what;
     EXPECT_EQ(there[rank].usage[2].resting > 0, !folder.empty()) << what;
     if (!folder.empty()) {

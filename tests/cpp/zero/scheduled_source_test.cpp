@@ -2,10 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <random>
+#include <thread>
 
 #include "../on_threads.h"
+#include "comm/decorators/forwarding.h"
 #include "comm/transports/thread_communicator.h"
 #include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
@@ -21,6 +24,22 @@ void on_ranks(int world, const std::function<void(int, comm::CommunicatorPtr)>& 
 std::shared_ptr<storage::ShardStorage> memory() {
   return std::make_shared<storage::ShardStorage>(c10::Device(at::kCPU));
 }
+
+// Takes several tensors in one call, as NCCL does.
+class Grouping : public comm::ForwardingCommunicator {
+ public:
+  explicit Grouping(comm::CommunicatorPtr inner) : ForwardingCommunicator(std::move(inner)) {}
+  bool groups() const override { return true; }
+  int pairs = 0;
+
+ protected:
+  comm::WorkPtr start(const comm::Op& op) override {
+    std::vector<comm::WorkPtr> parts;
+    for (const comm::Op& one : op.each()) parts.push_back(inner_->run(one));
+    pairs += static_cast<int>(parts.size());
+    return std::make_shared<comm::JoinedWork>(std::move(parts));
+  }
+};
 
 struct Sharded {
   std::vector<at::Tensor> tensors, values;  // the users' tensors; what is in them
@@ -46,23 +65,34 @@ struct Sharded {
 };
 
 // Odd sizes, fewer elements than ranks, none at all, several types; staged and not.
-TEST(StagedGather, BringsValuesAndNotes) {
+TEST(StagedGather, BringsValues) {
   for (int world : {1, 2, 3, 5}) {
     for (int64_t limit : {int64_t{0}, StagedGather::kLimit}) {
       on_ranks(world, [&](int rank, const comm::CommunicatorPtr& comm) {
         const Sharded made({{7, at::kFloat}, {1, at::kBFloat16}, {0, at::kFloat}, {33, at::kHalf}, {5, at::kDouble}},
                            world, rank);
         GatherBuffers buffers(memory());
-        StagedGather gather(*comm, buffers, made.raw({0, 1, 2, 3, 4}), static_cast<uint8_t>(10 + rank), false, limit);
-        EXPECT_EQ(gather.collectives(), limit ? 1 : 6);
+        StagedGather gather(*comm, buffers, made.raw({0, 1, 2, 3, 4}), Values::kUsed, false, limit);
+        EXPECT_EQ(gather.collectives(), limit ? 1 : 4);
         for (const auto& param : made.params) param->take_full(gather.take(*param));
         for (int index = 0; index < 5; ++index) EXPECT_TRUE(made.right(index)) << world << " " << index;
-        std::vector<uint8_t> notes;
-        for (int other = 0; other < world; ++other) notes.push_back(static_cast<uint8_t>(10 + other));
-        EXPECT_EQ(gather.notes(), notes);
       });
     }
   }
+}
+
+// A communicator that takes several tensors in one call: slices go straight into the buffers, by one call.
+TEST(StagedGather, OneCallWithoutCopiesWhereACommunicatorGroups) {
+  on_ranks(3, [&](int rank, const comm::CommunicatorPtr& comm) {
+    const Sharded made({{7, at::kFloat}, {1, at::kBFloat16}, {0, at::kFloat}, {33, at::kHalf}}, 3, rank);
+    GatherBuffers buffers(memory());
+    Grouping grouping(comm);
+    StagedGather gather(grouping, buffers, made.raw({0, 1, 2, 3}));
+    EXPECT_EQ(gather.collectives(), 1);
+    EXPECT_EQ(grouping.pairs, 3) << "one without elements has none";
+    for (const auto& param : made.params) param->take_full(gather.take(*param));
+    for (int index = 0; index < 4; ++index) EXPECT_TRUE(made.right(index)) << index;
+  });
 }
 
 TEST(StagedGather, RefreshesInPlace) {
@@ -71,12 +101,12 @@ TEST(StagedGather, RefreshesInPlace) {
       const Sharded made({{7, at::kFloat}, {4, at::kFloat}}, 2, rank);
       GatherBuffers buffers(memory());
       {
-        StagedGather gather(*comm, buffers, made.raw({0, 1}), std::nullopt);
+        StagedGather gather(*comm, buffers, made.raw({0, 1}));
         for (const auto& param : made.params) param->take_full(gather.take(*param));
       }
       const void* before = made.params[0]->tensor().data_ptr();
       for (const auto& param : made.params) param->shard().add_(1);
-      StagedGather again(*comm, buffers, made.raw({0, 1}), std::nullopt, true, limit);
+      StagedGather again(*comm, buffers, made.raw({0, 1}), Values::kUsed, true, limit);
       for (const auto& param : made.params) again.take(*param);
       EXPECT_EQ(made.params[0]->tensor().data_ptr(), before);
       for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(made.params[i]->tensor(), made.values[i].add(1)));
@@ -110,6 +140,35 @@ TEST(ScheduledSource, ARepeatingStepStartsOneCollectiveForEachUnit) {
       }
     });
   }
+}
+
+// Nobody waits for other ranks between two units: a rank starts the gathers of a whole step ahead and computes, though
+// the others have not begun the next one.
+TEST(ScheduledSource, GathersAheadDoNotWaitForRanksThatAreBehind) {
+  constexpr int kUnits = 12;
+  std::atomic<int> behind{0};
+  on_ranks(2, [&](int rank, const comm::CommunicatorPtr& comm) {
+    const Sharded made(std::vector<std::pair<int64_t, at::ScalarType>>(kUnits, {9, at::kFloat}), 2, rank);
+    auto source = scheduled_source(made.params, {{comm, made.params, nullptr}}, memory());
+    for (int step = 0; step < 3; ++step) {
+      for (int unit = 0; unit < kUnits; ++unit) {
+        std::vector<int> ahead;
+        for (int next = unit + 1; next < kUnits; ++next) ahead.push_back(next);
+        if (step == 2 && rank == 1 && unit == 1)  // all gathers of the other rank are under way, before this one begins
+          while (behind == 0) std::this_thread::yield();
+        source->gather(made.raw({unit}), made.raw(ahead));
+        if (step == 2 && rank == 0 && unit == 0) {
+          EXPECT_EQ(source->collectives(), kUnits);
+          behind = 1;
+        }
+        EXPECT_TRUE(made.right(unit));
+      }
+      for (int unit = 0; unit < kUnits; ++unit) made.params[unit]->release();
+      source->forget_ahead();
+      source->drain();
+      source->reset_counters();
+    }
+  });
 }
 
 // Progressive layer dropping: no collective has what all ranks leave out, and no exchange is added.

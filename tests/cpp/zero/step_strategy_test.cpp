@@ -40,7 +40,8 @@ class OddExtentsLater : public StepStrategy {
       for (size_t e : space.owned) {
         const plan::Extent& extent = space.map.extents[e];
         if (!later(e) || !grads_.used(space.params[extent.param])) continue;
-        const at::Tensor fresh = space.grad.data.narrow(0, space.offset_in(space.grad, extent), extent.numel);
+        const int64_t begin = space.offset_in(space.grad, extent);
+        const at::Tensor fresh = store_.on_device(space.grad, {begin, begin + extent.numel});
         put_by_[s].data.narrow(0, extent.shard_offset, extent.numel).add_(fresh * scale.grad_scale);
       }
     }

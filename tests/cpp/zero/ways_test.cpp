@@ -59,7 +59,8 @@ const plan::SpaceRuleRegistration wrong({"test unknown way", [](const plan::Spac
                                            return named(query, "test no such way");
                                          }});
 
-std::vector<at::Tensor> trained(const std::string& rule, int stage, int rank, const comm::CommunicatorPtr& comm) {
+std::vector<at::Tensor> trained(const std::string& rule, int stage, int rank, const comm::CommunicatorPtr& comm,
+                                bool blocks = false) {
   std::vector<at::Tensor> params;
   std::vector<ParamSpec> specs;
   for (int i = 0; i < 3; ++i) {
@@ -70,6 +71,7 @@ std::vector<at::Tensor> trained(const std::string& rule, int stage, int rank, co
   EngineOptions options;
   options.policy = stage_policy(stage);
   options.reducer.bucket_numel = 6;  // several buckets
+  options.reducer.blocks = blocks;
   options.reducer.predivide = 1.0 / comm->size();
   const auto engine = engine_of(specs, options, {comm});
   for (int micro = 0; micro < 2; ++micro) {  // the second sum is added to the first
@@ -103,10 +105,28 @@ TEST(Ways, ARuleNamesAWayOfItsOwn) {
     }
 }
 
+// On one host: 8 bits, so that a rank's gradient, of at most 3 / world, is off by half of a 127th.
+TEST(Ways, BlocksAreTheSumButForHalfAScale) {
+  for (int stage : {1, 2})
+    for (int world : {2, 3}) {
+      SCOPED_TRACE("stage " + std::to_string(stage) + ", " + std::to_string(world) + " ranks");
+      const auto plain = comm::thread_communicators(world), other = comm::thread_communicators(world);
+      on_threads(world, [&](int rank) {
+        const auto expected = trained("dense", stage, rank, plain[rank]);
+        const auto found = trained("dense", stage, rank, other[rank], true);
+        double off = 0;
+        for (size_t i = 0; i < found.size(); ++i)
+          off = std::max(off, (found[i] - expected[i]).abs().max().item<double>());
+        EXPECT_GT(off, 1e-5);
+        EXPECT_LE(off, 2 * (1.0 + world) * 0.51 / 127);  // two reductions
+      });
+    }
+}
+
 TEST(Ways, AnUnknownNameIsAnErrorWithTheNamesThatThereAre) {
   const std::string text = error_of([] { trained("test unknown way", 1, 0, comm::local_communicator()); });
   EXPECT_TRUE(says(text, "'test no such way' is not a way to reduce gradients"));
-  EXPECT_TRUE(says(text, "rows, test adds up, in place, by host, replicas, scatter, whole"));
+  EXPECT_TRUE(says(text, "rows, test adds up, in place, own, by host, replicas, blocks, scatter, whole"));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ import torch
 
 from deepspeed.checkpoint import SubparamShape, enable_universal_checkpoint
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.layouts.saved_state import Latest
 from deepspeed.checkpoint.universal_checkpoint import (
     _get_param_uc_restore_meta,
     _narrow_sub_params,
@@ -137,3 +138,17 @@ def test_notes_of_automatic_tensor_parallelism():
     assert torch.equal(part(1, partition_dim=0, logical_shape=(2, 12)), full.reshape(2, 12)[1])
     refused(ValueError, "gives a slice", part, 0, partition_dim=0, target_partition_shape=(5, 4))
     refused(ValueError, "because", part, 0, unsupported_reason="because")
+
+
+def test_the_latest_value_belongs_to_the_key_of_each_reader():
+    """A reader that is interrupted by another one, as by a thread, gets the value of its own key."""
+    latest, made = Latest(), []
+
+    def make(key, interrupts=None):
+        made.append(key)
+        if interrupts is not None:
+            assert latest.value(interrupts, lambda: make(interrupts)) == interrupts.upper()
+        return key.upper()
+
+    assert latest.value("a", lambda: make("a", interrupts="b")) == "A"
+    assert latest.value("a", lambda: make("a")) == "A" and made == ["a", "b"]

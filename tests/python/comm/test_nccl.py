@@ -170,17 +170,19 @@ def test_all_to_all_and_a_ring_of_sends(comm):
     assert y.tolist() == [(rank - 1) % size % 2 == 0, True]
 
 
-def test_packed_chunks_with_their_scales(ranks, fake):
+def test_codes_and_their_scale_travel_as_one_row_of_bytes(ranks, fake):
     """A compressed all-reduce, as a 1-bit optimizer does it: signs and one scale a chunk."""
 
     def pack(x):
-        bits = (x >= 0).view(-1, 8).to(torch.uint8)
-        return (bits << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
+        bits = (x >= 0).view(len(x), -1, 8).to(torch.uint8)
+        bits = (bits << torch.arange(8, dtype=torch.uint8)).sum(2).to(torch.uint8)
+        scales = x.abs().mean(1, keepdim=True)
+        return torch.cat([scales.view(torch.uint8), bits], 1)
 
-    def unpack(packed, scales):
-        bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        signs = bits.view(len(scales), -1).float() * 2 - 1
-        return signs * scales.view(-1, 1)
+    def unpack(rows):
+        bits = (rows[:, 4:].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1
+        signs = bits.reshape(len(rows), -1).float() * 2 - 1
+        return signs * rows[:, :4].contiguous().view(torch.float32)
 
     numel = 16  # of a chunk
 
@@ -190,14 +192,11 @@ def test_packed_chunks_with_their_scales(ranks, fake):
     def body(comm):
         size = comm.size
         mine = gradients(comm.rank, size)
-        packed, scales = pack(mine.view(-1)), mine.abs().mean(1)
-        got, got_scales = torch.empty_like(packed), torch.empty_like(scales)
-        comm.exchange_packed(got, got_scales, packed, scales)
-        mean = unpack(got, got_scales).mean(0)
-        chunk, scale = pack(mean), mean.abs().mean().view(1)
-        all_chunks, all_scales = torch.empty(size * len(chunk), dtype=torch.uint8), torch.empty(size)
-        comm.gather_packed(all_chunks, all_scales, chunk, scale)
-        return unpack(all_chunks, all_scales)
+        rows = pack(mine)
+        got = torch.empty_like(rows)
+        comm.all_to_all(got, rows)
+        comm.all_gather(rows, pack(unpack(got).mean(0, keepdim=True)))
+        return unpack(rows)
 
     size = 3
     found = ranks(size, body)
@@ -208,28 +207,6 @@ def test_packed_chunks_with_their_scales(ranks, fake):
     want = torch.where(mean >= 0, 1.0, -1.0) * mean.abs().mean(1, keepdim=True)
     for result in found:
         torch.testing.assert_close(result, want)
-    groups = fake.count("groups")
-    ranks(1, body)
-    assert fake.count("groups") == groups + 2  # one launch each
-
-
-@on_threads(3)
-def test_uneven_packed_chunks(comm):
-    rank, size = comm.rank, comm.size
-    packed = torch.cat([torch.full((r + 1,), 10 * rank + r, dtype=torch.uint8) for r in range(size)])
-    scales = torch.cat([torch.full((2 * r,), rank + r / 4, dtype=torch.float16) for r in range(size)])
-    got = torch.empty((rank + 1) * size, dtype=torch.uint8)
-    got_scales = torch.empty(2 * rank * size, dtype=torch.float16)
-    comm.exchange_packed(
-        got,
-        got_scales,
-        packed,
-        scales,
-        input_splits=[r + 1 for r in range(size)],
-        input_scale_splits=[2 * r for r in range(size)],
-    )
-    assert got.tolist() == [10 * r + rank for r in range(size) for _ in range(rank + 1)]
-    assert got_scales.tolist() == [r + rank / 4 for r in range(size) for _ in range(2 * rank)]
 
 
 @on_threads(1)
@@ -280,7 +257,6 @@ def test_bad_arguments_are_named_and_break_nothing(comm):
         (ValueError, "src is True", lambda: comm.broadcast(x, True)),
         (ValueError, "NCCL does not reduce with BXOR; it has SUM", lambda: comm.all_reduce(x, ReduceOp.BXOR)),
         (ValueError, r"input_splits is \[3\]", lambda: comm.all_to_all(x, x.clone(), input_splits=[3])),
-        (TypeError, "output has dtype torch.float32", lambda: comm.gather_packed(x, x, x, x)),
         (TypeError, "registered_empty got dtype torch.int16", lambda: comm.registered_empty(1, torch.int16)),
         (ValueError, "registered_empty got numel -1", lambda: comm.registered_empty(-1)),
         (ValueError, "empty tensor", lambda: comm.register(torch.ones(0))),
@@ -422,6 +398,15 @@ def test_a_dropped_communicator_does_not_wait_for_anybody(ranks, path, fake, mon
     del comm
     gc.collect()
     assert (fake.count("alive"), fake.count("aborted")) == (0, 1)
+
+
+def test_a_rank_that_does_not_come_to_the_join_is_named(path, fake):
+    store = torch.distributed.HashStore()
+    store.set("facts1", nccl_join._to_text((None, None, ("2.28.9", path))))
+    wait = nccl.timedelta(seconds=0.2)
+    text = "communicator 'mine' cannot be made: ranks 2, 3 of its 4 ranks did not come within 0.2 s"
+    refused(RuntimeError, text, nccl_join.join_by_store, store, "mine", 0, 4, wait, torch.device("cpu"), path)
+    assert fake.count("created") == 0
 
 
 # ---- the library -----------------------------------------------------------------------------------------------------

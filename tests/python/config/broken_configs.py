@@ -51,6 +51,7 @@ BROKEN = [
     case("optimizer sgd", "SGD", optimizer={"type": "sgd"}),
     case("scheduler WarmupLr", "WarmupLR", scheduler={"type": "WarmupLr"}),
     case("scheduler Cosine", "WarmupCosineLR", scheduler={"type": "WarmupCosinLR"}),
+    case("LoCo without codes", "zero_quantized_gradients", **zero(stage=2, zeropp_loco_param={"err_beta": 0.8})),
     case("device cup", "cpu", **zero(offload_optimizer={"device": "cup"})),
     case("dtype bfp16", "bf16", communication_data_type="bfp16"),
     case("tag validation", "IGNORE", checkpoint={"tag_validation": "IGNOR"}),

@@ -347,7 +347,7 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
         {"hybrid_engine": {"enabled": True}},
         {"amp": {"enabled": True}},
         {"sparse_attention": {"mode": "fixed"}},
-        {"optimizer": {"type": "OneBitLamb"}},
+        {"optimizer": {"type": "MuSGD"}},
     ):
         config = {"train_batch_size": 8, **on}
         refused(DeepSpeedConfigError, "not supported yet", DeepSpeedConfig, config, world_size=2)

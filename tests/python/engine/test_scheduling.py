@@ -76,3 +76,41 @@ def test_undone():
     move.undo()
     assert scheduler.last_epoch == 0
     assert seen(optimizer) == {"lr": 8.0, "momentum": 0, "seen": 1, "scale": 2.0, "first": True, "gain": 0.0}
+
+
+class Wraps:
+    """A schedule of a script: it holds another one, and changes a list, a dict and a tensor in place."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.after = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        self.rates, self.counts, self.total = [8.0], {"steps": 0}, torch.zeros(())
+        self.groups = optimizer.param_groups
+
+    def step(self):
+        self.after.step()
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        self.counts["steps"] += 1
+        self.total += 1
+
+    def state(self):
+        return self.after.last_epoch, list(self.rates), dict(self.counts), float(self.total)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_what_a_schedule_holds_moves_back():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=8.0)
+    scheduler = Wraps(optimizer)
+    rates, before = scheduler.rates, scheduler.state()
+    move = Move(scheduler, optimizer, (), {})
+    move.make()
+    assert scheduler.state() == (1, [8.0, 4.0], {"steps": 1}, 1.0)
+    with torch.no_grad():
+        weight.fill_(2.0)  # parameters are not the schedule's
+    move.undo()
+    assert scheduler.state() == before and scheduler.rates is rates and optimizer.param_groups[0]["lr"] == 8.0
+    assert weight.tolist() == [2.0, 2.0]
+    again = Move(scheduler, optimizer, (), {})
+    again.make()
+    again.keep()
+    assert scheduler.state() == (1, [8.0, 4.0], {"steps": 1}, 1.0) and optimizer.param_groups[0]["lr"] == 4.0

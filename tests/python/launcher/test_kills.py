@@ -127,5 +127,13 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
         by_signal["agent"] = code  # on a busy machine its ranks have started before we came
     wait_for(lambda: not any(map(running, every)), 5)
     assert code == by_signal[who], job.stderr.read()
-    with claim_port(port):  # which None is not
+    claim = None
+
+    def claimed():
+        nonlocal claim
+        claim = claim or claim_port(port)
+        return claim
+
+    wait_for(claimed)  # another test may have the port for a while
+    with claim:
         assert os.listdir(tmp_path / "tmp") == []

@@ -116,7 +116,8 @@ def test_ranks_that_share_sequences():
     assert "all_to_all" in verbs[0] - verbs[1]
     assert half.words == "zero_optimization.stage 0, micro-batch 2 x 4, 2 ranks of a sequence" and third.plan is None
     assert half.config["sequence_parallel"] == {"chunk": 0, "size": 2} and "cut into 3 equal parts" in third.why
-    assert half.samples_per_second * half.plan.seconds == whole.samples_per_second * whole.plan.seconds == 2 * 2 * 4
+    for one in (half, whole):
+        assert one.samples_per_second * one.plan.seconds == pytest.approx(2 * 2 * 4)
     assert half.plan.peak_bytes < whole.plan.peak_bytes
 
 
@@ -186,6 +187,34 @@ def test_a_search_chooses_the_number_of_stages(ds_plan):
         copies, config = 1 if "2 pipeline stages" in row["settings"] else 2, row["config"]
         samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * copies
         assert samples >= 2 * 2 * CONFIG["train_micro_batch_size_per_gpu"]
+
+
+def test_the_timeline_of_a_step(ds_plan, tmp_path):
+    """Its rows add up to the times of the plan, and each call has the time for which the step waited for it."""
+    zero = {"stage": 2, "reduce_bucket_size": 1 << 20}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
+    code, told = ds_plan("--world", "4", "--json", "--timeline", str(tmp_path / "step.json"))
+    made, rank = json.loads((tmp_path / "step.json").read_text()), json.loads(told)["ranks"][0]
+    assert code == 0 and "timeline" not in rank
+    names, rows = {}, {}
+    for event in made["traceEvents"]:
+        if event["name"] == "thread_name":
+            names[event["pid"], event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            rows.setdefault((event["pid"], names[event["pid"], event["tid"]]), []).append(event)
+    assert {pid for pid, _ in rows} == {0, 3}
+    rows = {lane: found for (pid, lane), found in rows.items() if pid == 0}
+    calls = [row for lane, found in rows.items() if lane.startswith("calls: ") for row in found]
+    assert sum(row["args"]["exposed_us"] for row in calls) == pytest.approx(1e6 * rank["seconds"]["communication"])
+    assert any(row["name"].startswith("reduce_scatter of ") and row["args"]["phase"] == "backward" for row in calls)
+    numbers = [row for row in rows["host"] if row["name"] == "exchange of numbers"]
+    collectives = sum(counts["collectives"] for counts in rank["counts"].values())
+    assert numbers and len(calls) == collectives - 2, "hosts exchange numbers twice"
+    ends = [row["ts"] + row["dur"] for row in rows["compute"]]
+    assert all(end <= row["ts"] + 1e-3 for end, row in zip(ends, rows["compute"][1:])), "one after the other"
+    assert {"aten::addmm", "move_all"} <= {row["name"] for row in rows["compute"]}
+    assert any(row["name"] == "norm" and row["args"]["phase"] == "step" for row in rows["host"])
+    assert ds_plan("--timeline", str(tmp_path / "missing" / "step.json"))[0] == 2
 
 
 def test_a_plan_beside_a_step_log(ds_plan, tmp_path):

@@ -1,5 +1,6 @@
 """``deepspeed.plan``: memory by hand, what stays as it was, and arguments that do not fit together."""
 
+import functools
 import gc
 import os
 import time
@@ -66,12 +67,89 @@ def test_what_rests_is_cut_as_the_stage_says(stage):
         assert owners.get("parameters", 0) + owners["engine"] < NUMEL, "a quarter of them, and what is gathered"
 
 
+@pytest.mark.parametrize("stage, world", [(0, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
+def test_gradients_have_memory_from_their_backward_to_the_step(stage, world):
+    """16 layers are four buckets. Most is alive when the backward begins; with few rows, when it has ended."""
+
+    def gradients(rows):
+        plan = planned(stage, world, model=functools.partial(layers, 16), rows=rows).ranks[0]
+        return sum(size for owner, size in plan.owners.items() if "gradients" in owner)
+
+    all_of_them = 2 * 4 * NUMEL / (world if stage >= 2 else 1)
+    if stage < 2 or world == 1:  # else buffers of the wire, or gathered weights, are most
+        assert gradients(rows=2) == pytest.approx(all_of_them, rel=0.02)
+    assert gradients(rows=1 << 15) <= all_of_them / 2
+
+
 def test_calls_have_their_bytes():
     calls = {}
     for (verb, _), (_count, size) in planned(1).ranks[0].calls.items():
         calls[verb] = calls.get(verb, 0) + size
     assert calls["reduce_scatter"] == pytest.approx(2 * NUMEL, rel=0.01)
     assert calls["all_gather"] == pytest.approx(2 * NUMEL / 4, rel=0.01), "a rank passes its own part"
+
+
+class Asks(torch.nn.Module):
+    """The host waits three times in a forward, and copies in the background twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        x = self.layer(x)
+        table = torch.ones(SIZE)
+        x = x * x.sum().item() + table.to(x.device)
+        kept, host = torch.empty_like(x), torch.empty(x.shape)
+        host.copy_(x.detach())
+        host.copy_(x.detach(), non_blocking=True)
+        kept.copy_(host, non_blocking=True)
+        return x + host.sum().item()
+
+
+class Views(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.count, self.layer = count, torch.nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        for _ in range(self.count):
+            x = x.view(x.shape)
+        return self.layer(x)
+
+
+class TestCounts:
+    def test_waits_of_the_program(self):
+        asks, plain = (planned(0, dtype="fp32", model=model).ranks[0].counts for model in (Asks, lambda: Views(0)))
+        assert asks["forward"]["host_waits"] == 3 + plain["forward"]["host_waits"]
+        synchronous = Machine(**{**vars(RATES), "synchronous": True})
+        on_host = planned(0, dtype="fp32", model=Asks, machine=synchronous).ranks[0].counts
+        assert sum(one["host_waits"] for one in on_host.values()) == 0, "the CPU computes there"
+
+    def test_calls_of_the_dispatcher(self):
+        some, more = (planned(0, 1, model=functools.partial(Views, count)).ranks[0].counts for count in (2, 12))
+        assert more["forward"]["dispatched"] - some["forward"]["dispatched"] == 10
+        assert more["forward"]["launches"] == some["forward"]["launches"] > 0, "a view launches nothing"
+
+    @pytest.mark.parametrize("stage", range(4))
+    def test_collectives_kernels_and_the_norm(self, stage):
+        rank = planned(stage).ranks[0]
+        assert sum(one["collectives"] for one in rank.counts.values()) == sum(count for count, _ in rank.calls.values())
+        assert rank.counts["step"]["host_waits"] >= 1, "for the norm"
+        assert rank.counts["step"]["kernels"] >= 3, "the sum of squares, the norm and the update"
+        assert set(rank.counts) == {"forward", "backward", "step"} and rank.timeline == ()
+
+    def test_they_are_told(self):
+        plan = planned(2)
+        counts = plan.ranks[0].counts["step"]
+        told = f"step {counts['dispatched']} dispatched, {counts['launches']} launches, {counts['kernels']} kernels, "
+        assert told in str(plan) and plan.as_dict()["ranks"][0]["counts"]["step"] == counts
+
+    def test_the_host_takes_time_to_start_collectives(self):
+        quick, slow = (planned(3, machine=Machine(**{**vars(RATES), "call_ns": ns})).ranks[0] for ns in (0, 10_000_000))
+        numbers = 5  # exchanges between hosts: of what ranks want to gather, and of flags
+        calls = sum(one["collectives"] for one in slow.counts.values()) - numbers
+        assert calls > 4 and slow.step_seconds - quick.step_seconds > 0.8 * calls * 0.01
 
 
 def test_states_on_the_host_and_in_files(tmp_path):

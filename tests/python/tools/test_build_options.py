@@ -127,8 +127,8 @@ def test_setup_py_hands_them_to_cmake(tmp_path):
     (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE_TORCH)
     assert setup_py(*where, PATH=path, PYTHONPATH=str(tmp_path / "hidden")).returncode == 0
     assert info["torch_info"] == runpy.run_path(str(tmp_path / "lib/deepspeed/_build_info.py"))["torch_info"]
-    asked = setup_py(*where, PATH=path, DS_BUILD_QUANTIZER="1")
-    assert asked.returncode != 0 and "deepspeed is not built: DS_BUILD_QUANTIZER=1" in asked.stderr
+    asked = setup_py(*where, PATH=path, DS_BUILD_SPATIAL_INFERENCE="1")
+    assert asked.returncode != 0 and "deepspeed is not built: DS_BUILD_SPATIAL_INFERENCE=1" in asked.stderr
 
 
 @pytest.mark.parametrize("version", ["1.12.1", "1.9.0+cu111", "0.4"])

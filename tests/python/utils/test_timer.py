@@ -206,3 +206,90 @@ def test_throughput_switched_off(clock):
     steps(timer, clock, 5)
     assert (timer.initialized, timer.started, timer.start_time) == (False, False, 0)
     assert timer.global_step_count == 0 and timer.avg_samples_per_sec() == float("-inf")
+
+
+class Events:
+    """An accelerator with events: they have times of its clock when the device gets there, and say who waits."""
+
+    def __init__(self):
+        self.time, self.made, self.waits, self.behind = 0.0, 0, 0, 0.0
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        self.made += 1
+        return SimpleEvent(self)
+
+    def use_host_timers(self):
+        return False
+
+    def memory_allocated(self):
+        return 0
+
+    max_memory_allocated = memory_allocated
+
+
+class SimpleEvent:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.time = self.device.time
+
+    def query(self):
+        return self.time + self.device.behind <= self.device.time
+
+    def synchronize(self):
+        self.device.waits += not self.query()
+
+    def elapsed_time(self, end):
+        return (end.time - self.time) * 1000.0
+
+
+def test_throughput_by_events_waits_for_nothing(monkeypatch):
+    """A call that asks for times waits. Events are used again, and few are kept."""
+    device, said = Events(), []
+    monkeypatch.setattr(timer_module, "get_accelerator", lambda: device)
+    timer = ThroughputTimer(CONFIG, batch_size=8, start_step=0, steps_per_output=100, logging_fn=said.append)
+
+    def take(count, seconds):
+        for _ in range(count):
+            for micro in range(2):
+                timer.start()
+                device.time += seconds
+                timer.stop(global_step=micro == 1)
+
+    device.behind = 0.2  # seconds: the last step of each report has not ended
+    take(10, 0.5)
+    assert device.waits == 0 and device.made == 40
+    assert timer.step_seconds == pytest.approx(1.0) and timer.total_elapsed_time == pytest.approx(10.0)
+    assert timer.avg_samples_per_sec() == pytest.approx(8.0) and device.waits == 1
+    take(89, 0.25)
+    assert said == [] and device.made <= 4 * 64
+    take(1, 0.25)
+    assert "global_step=100" in said[0] and device.waits == 1
+    current = float(said[0].split("CurrSamplesPerSec=")[1].split(",")[0])
+    assert current == pytest.approx(8 * 99 / (10.0 + 89 * 0.5), rel=1e-4)
+    assert timer.step_elapsed_time == pytest.approx(0.5) and device.waits == 2
+    take(2, 1.0)
+    assert timer.step_elapsed_time == pytest.approx(4.5) and timer.total_elapsed_time == pytest.approx(59.0)
+    made = device.made
+    take(20, 1.0)
+    assert device.made == made
+
+
+def test_a_report_of_each_step(monkeypatch):
+    """It tells of the step before, which the device has ended."""
+    device, said = Events(), []
+    device.behind = 0.4
+    monkeypatch.setattr(timer_module, "get_accelerator", lambda: device)
+    timer = ThroughputTimer(CONFIG, batch_size=8, start_step=0, steps_per_output=1, logging_fn=said.append)
+    for seconds in (2.0, 4.0, 1.0, 1.0):
+        timer.start()
+        device.time += seconds
+        timer.stop(global_step=True)
+    speeds = [float(line.split("CurrSamplesPerSec=")[1].split(",")[0]) for line in said]
+    assert speeds == pytest.approx([4.0, 2.0, 8.0], rel=1e-4) and device.waits == 0
+    timer.steps_per_output = 2
+    timer.start()
+    timer.stop(global_step=True, report_speed=False)
+    assert len(said) == 3

@@ -8,6 +8,7 @@ import torch
 
 import deepspeed.utils
 from deepspeed import git_version_info
+from deepspeed._compat import VERSION
 from deepspeed.host.torch_nccl import nccl_version
 from deepspeed.utils import OnDevice, nvtx
 from deepspeed.utils.torch import required_torch_version
@@ -73,6 +74,13 @@ def test_one_object_is_not_entered_twice():
     with context:
         refused(RuntimeError, "open already", context.__enter__)
     assert torch.empty(1).device.type == "cpu"
+
+
+@pytest.mark.skipif(VERSION < (2, 12), reason="for a torch whose initializers import its compiler on meta")
+def test_the_compiler_of_torch_is_there_before_functions_are_replaced():
+    code = "with OnDevice(torch.float32, 'meta'): nn.Embedding(4, 4)"
+    ran = run_python(f"import torch\nfrom torch import nn\nfrom deepspeed.utils import OnDevice\n{code}")
+    assert ran.returncode == 0, ran.stderr
 
 
 # ---- profiler ranges ----------------------------------------------------------------------------------------------

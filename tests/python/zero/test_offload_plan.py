@@ -184,4 +184,5 @@ def test_parameters_that_come_and_go(tmp_path):
     }
     found, seen = trained(zero, layers=24)
     both = [one["device"] + one["host"] for one in (found, seen)]
-    assert both[1] == pytest.approx(both[0], rel=0.1) and seen["file"] == pytest.approx(found["file"], rel=0.01)
+    # The number of copies of layers at one time depends on the drive.
+    assert both[1] == pytest.approx(both[0], abs=7 * 2 * layer) and seen["file"] == pytest.approx(found["file"], rel=0.01)

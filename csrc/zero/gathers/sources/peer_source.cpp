@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
 #include <thread>
 #include <utility>
 
 #include "base/clock.h"
 #include "base/ranges.h"
+#include "zero/gathers/row_reader.h"
 #include "zero/gathers/shard_source.h"
 #include "zero/rank_failures.h"
 
@@ -20,7 +22,12 @@ namespace {
 // The ranks of one group, and what they have published.
 class Peers {
  public:
-  explicit Peers(GatherGroup group) : ranks_(std::move(group.ranks)), memory_(std::move(group.memory)) {
+  explicit Peers(const GatherGroup& group) : ranks_(group.ranks), memory_(group.memory) {
+    // An earlier source may have used the memory.
+    const comm::PeerMemory::Meeting last = memory_->meeting(ranks_->rank());
+    version_ = group.published;
+    round_ = finished_ = last.round;
+    forward_ = last.forward;
     for (int rank = 0; rank < ranks_->size(); ++rank) regions_.push_back(memory_->region(rank));
   }
 
@@ -58,11 +65,21 @@ class Peers {
     memory_->publish();
     ++version_;
   }
-  // Whether `values`, padded_numel() of them, are those of the slices.
-  bool equal(const ShardedParam& param, const at::Tensor& values) const {
+  // Whether `values`, padded_numel() of them, are those that a gather brings now.
+  bool equal(const ShardedParam& param, const at::Tensor& values, Values which) const {
+    if (!RowReader::reads_nothing(param, which)) {
+      const at::Tensor now = at::empty_like(values);
+      RowReader reader(which, ranks_->size());
+      read(param, now, which, reader);
+      reader.finish();
+      return std::memcmp(now.data_ptr(), values.data_ptr(), static_cast<size_t>(now.nbytes())) == 0;
+    }
+    const int64_t bytes = param.row_bytes(which);
+    const at::Tensor target = values.view(at::kByte);
     bool same = true;
-    each_slice(param, values, [&](const at::Tensor& mine, const at::Tensor& theirs) {
-      same = same && std::memcmp(mine.data_ptr(), theirs.data_ptr(), static_cast<size_t>(mine.numel())) == 0;
+    each_row(param, which, [&](int rank, const at::Tensor& row) {
+      same = same && std::memcmp(target.narrow(0, rank * bytes, bytes).data_ptr(), row.data_ptr(),
+                                 static_cast<size_t>(bytes)) == 0;
     });
     return same;
   }
@@ -83,21 +100,22 @@ class Peers {
     memory_->await_readers(round_);
   }
   void look() const { refuse_missed(forward_); }
-  void copy(const ShardedParam& param, const at::Tensor& buffer) const {
-    each_slice(param, buffer, [](const at::Tensor& mine, const at::Tensor& theirs) { mine.copy_(theirs); });
+  // Into `buffer` when the reader has finished.
+  void read(const ShardedParam& param, const at::Tensor& buffer, Values values, RowReader& reader) const {
+    each_row(param, values, [&](int rank, const at::Tensor& row) { reader.add_row(param, rank, row, buffer); });
   }
+  int size() const { return ranks_->size(); }
+  const comm::PeerMemoryPtr& memory() const { return memory_; }
 
  private:
   template <typename Visit>
-  void each_slice(const ShardedParam& param, const at::Tensor& buffer, const Visit& visit) const {
+  void each_row(const ShardedParam& param, Values values, const Visit& visit) const {
     if (param.slice_numel() == 0) return;  // has no memory in the regions either
-    const SliceLease own = param.slice(storage::Access::kRead);
+    const SliceLease own = param.row(values);
     const int64_t offset =
         static_cast<char*>(own.data().data_ptr()) - static_cast<char*>(regions_[ranks_->rank()].data_ptr());
-    const int64_t bytes = param.slice_bytes();
-    const at::Tensor target = buffer.view(at::kByte);
-    for (int rank = 0; rank < ranks_->size(); ++rank)
-      visit(target.narrow(0, rank * bytes, bytes), regions_[rank].narrow(0, offset, bytes));
+    const int64_t bytes = param.row_bytes(values);
+    for (int rank = 0; rank < ranks_->size(); ++rank) visit(rank, regions_[rank].narrow(0, offset, bytes));
   }
   // This rank has come to forward number `forward`, and another one has written to its slice before that one.
   void refuse_missed(int64_t forward) const {
@@ -125,29 +143,34 @@ class PeerSource : public ShardSource {
  public:
   PeerSource(std::vector<GatherGroup> groups, std::shared_ptr<storage::ShardStorage> storage)
       : ShardSource(std::move(storage)) {
-    for (GatherGroup& group : groups) {
-      for (const ShardedParamPtr& param : group.params) peers_of_[param.get()] = peers_.size();
-      peers_.emplace_back(std::move(group));
+    for (const GatherGroup& group : groups) {  // a memory is published once
+      const auto found = find_if(peers_, [&](const Peers& known) { return known.memory() == group.memory; });
+      const auto number = static_cast<size_t>(found - peers_.begin());
+      for (const ShardedParamPtr& param : group.params) peers_of_[{param.get(), group.values}] = number;
+      if (found == peers_.end()) peers_.emplace_back(group);
     }
   }
 
   // Nothing is started ahead: the copy is made by this rank's own cores, and doing it earlier saves nothing.
-  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>&) override {
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>&, Values values) override {
     at::NoGradGuard no_grad;
     std::vector<std::pair<ShardedParam*, at::Tensor>> here;
-    const std::vector<ShardedParam*> wanted = absent(params);
-    await(wanted);
-    for (ShardedParam* param : wanted) {
+    for (ShardedParam* param : absent(params, values))
       here.emplace_back(param, buffers_.take(param->padded_numel(), param->dtype(), param->device()));
-      copy(*param, here.back().second);
-    }
-    take_full(here);
+    read(here, values);
+    take_full(here, values);
   }
 
-  void refresh(const std::vector<ShardedParam*>& params) override {  // without any, the next gather waits
+  // Without parameters the next gather waits.
+  void refresh(const std::vector<ShardedParam*>& params, Values values) override {
     at::NoGradGuard no_grad;
-    await(params);
-    for (ShardedParam* param : params) copy(*param, param->buffer());
+    for (const Values one : {Values::kUsed, Values::kExact}) {
+      std::vector<std::pair<ShardedParam*, at::Tensor>> here;
+      for (ShardedParam* param : params)
+        if (refreshed(*param, values) == one) here.emplace_back(param, param->buffer());
+      read(here, one);
+      for (const auto& [param, buffer] : here) param->note_values(one);
+    }
   }
   bool meet_writes(bool wrote, int64_t forward) override {
     bool met = false;
@@ -167,7 +190,9 @@ class PeerSource : public ShardSource {
   bool differs(const ShardedParam& param) override {
     const at::Tensor values = param.gathered();
     if (!values.defined() || !param.buffer().defined()) return false;
-    return values.data_ptr() != param.buffer().data_ptr() || !peers_of(param).equal(param, param.buffer());
+    if (values.data_ptr() != param.buffer().data_ptr()) return true;
+    const Values shown = param.resolved(param.shows_decoded() ? Values::kUsed : Values::kExact);
+    return !peers_of(param, shown).equal(param, param.buffer(), shown);
   }
   void before_write() override {
     for (Peers& peers : peers_) peers.barrier();
@@ -178,22 +203,29 @@ class PeerSource : public ShardSource {
   const char* name() const override { return "peer memory"; }
 
  private:
-  Peers& peers_of(const ShardedParam& param) { return peers_[peers_of_.at(&param)]; }
-  void await(const std::vector<ShardedParam*>& params) {
+  Peers& peers_of(const ShardedParam& param, Values values) {
+    return peers_[peers_of_.at({&param, param.resolved(values)})];
+  }
+  // Copies what the ranks have sent into buffers.
+  void read(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params, Values values) {
     Peers* last = nullptr;
-    for (const ShardedParam* param : params) {
-      Peers& peers = peers_of(*param);
+    for (const auto& [param, buffer] : params) {
+      Peers& peers = peers_of(*param, values);
       if (&peers != last) peers.await();
       last = &peers;
     }
-  }
-  void copy(const ShardedParam& param, const at::Tensor& buffer) {
-    peers_of(param).copy(param, buffer);
-    gathered_ += param.padded_numel() - param.slice_numel();
+    std::map<std::pair<int, Values>, RowReader> readers;  // by number of ranks
+    for (const auto& [param, buffer] : params) {
+      Peers& peers = peers_of(*param, values);
+      const std::pair<int, Values> of{peers.size(), param->resolved(values)};
+      peers.read(*param, buffer, of.second, readers.try_emplace(of, of.second, of.first).first->second);
+      gathered_ += param->padded_numel() - param->slice_numel() * param->row_slices(values);
+    }
+    for (auto& [of, reader] : readers) reader.finish();
   }
 
   std::vector<Peers> peers_;
-  std::unordered_map<const ShardedParam*, size_t> peers_of_;
+  std::map<std::pair<const ShardedParam*, Values>, size_t> peers_of_;
 };
 
 bool all_have_memory(const SourceParts& parts) {

@@ -4,13 +4,15 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
+#include <deque>
+#include <map>
 #include <utility>
 
 #include "base/error.h"
 #include "base/ranges.h"
+#include "comm/calls/numbers.h"
 #include "plan/gather_schedule.h"
-#include "storage/fence.h"
+#include "storage/meta_memory.h"
 #include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
 #include "zero/rank_failures.h"
@@ -22,59 +24,71 @@ namespace {
 using plan::GatherAct;
 using plan::GatherSchedule;
 
-constexpr int kLag = 4;         // gathers under way at one time
 constexpr int64_t kWants = 64;  // parameters that one rank names in one exchange
 constexpr int64_t kHead = 3;    // and before them the halves of GatherSchedule::left_out_key, and waiting()
+constexpr size_t kServed = 2;   // gathers for other ranks that are under way: this rank waits for earlier ones
 
 class ScheduledSource : public ShardSource {
  public:
   ScheduledSource(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,
                   std::shared_ptr<storage::ShardStorage> storage)
-      : ShardSource(std::move(storage)), params_(std::move(params)), group_of_(params_.size()), schedule_(kLag) {
-    for (size_t i = 0; i < params_.size(); ++i) index_[params_[i].get()] = static_cast<int32_t>(i);
-    for (size_t group = 0; group < groups.size(); ++group) {
-      ranks_.push_back(groups[group].ranks);
-      for (const ShardedParamPtr& param : groups[group].params) group_of_[index_.at(param.get())] = group;
+      : ShardSource(std::move(storage)), params_(std::move(params)) {
+    for (const GatherGroup& group : groups) {
+      const auto found = find_if(ranks_, [&](const comm::CommunicatorPtr& known) { return known == group.ranks; });
+      const auto number = static_cast<size_t>(found - ranks_.begin());
+      if (found == ranks_.end()) ranks_.push_back(group.ranks);
+      for (const ShardedParamPtr& param : group.params) group_of_[{param.get(), group.values}] = number;
     }
+    for (const Values values : {Values::kUsed, Values::kExact})
+      for (const ShardedParamPtr& param : params_)
+        if (group_of_.count({param.get(), values})) {
+          index_[{param.get(), values}] = static_cast<int32_t>(wanted_.size());
+          wanted_.push_back({param.get(), values});
+        }
   }
 
-  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) override {
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead,
+              Values values) override {
     at::NoGradGuard no_grad;
-    prefetch(params);
-    prefetch(ahead);
-    if (schedule_.waiting() > 0) schedule_.needs(numbers_of(params));
-    for (auto absent = not_started(params); !absent.empty(); absent = not_started(params)) {
-      read_notes(false);
+    prefetch(params, values);
+    prefetch(ahead, Values::kUsed);
+    if (schedule_.waiting() > 0) schedule_.needs(numbers_of(params, values));
+    for (auto absent = not_started(params, values); !absent.empty(); absent = not_started(params, values)) {
       const GatherAct act = schedule_.toward(absent);
       if (act.exchange) {
-        exchange(absent, schedule_.hints() ? not_started(ahead) : GatherSchedule::Params{});
+        exchange(absent, schedule_.hints() ? not_started(ahead, Values::kUsed) : GatherSchedule::Params{});
       } else {
         issue(act, /*begun=*/false);
       }
     }
     start(ahead);
     std::vector<std::pair<ShardedParam*, at::Tensor>> here;
-    for (ShardedParam* param : params) {
-      const auto found = started_.find(param);
-      if (param->available() || found == started_.end()) continue;  // named twice
-      here.emplace_back(param, found->second->take(*param));
+    for (ShardedParam* param : absent(params, values)) {
+      const auto found = started_.find({param, param->resolved(values)});
+      if (found == started_.end()) continue;
+      here.emplace_back(param, found->second->take(*param, values));
       started_.erase(found);
     }
-    take_full(here);
+    take_full(here, values);
   }
 
-  bool looks_ahead() const override { return true; }
-  void leave_out(const std::vector<ShardedParam*>& params) override { schedule_.leave_out(numbers_of(params)); }
+  // In a step that is planned for the CPU this source stands for the memory of peers, which nothing is fetched from
+  // ahead.
+  bool looks_ahead() const override {
+    return !buffers_.device().is_meta() || !storage::computes_on_host(buffers_.device());
+  }
+  void leave_out(const std::vector<ShardedParam*>& params) override {
+    schedule_.leave_out(numbers_of(params, Values::kUsed));
+  }
 
   void forget_ahead() override {
-    for (const auto& [param, gather] : started_) param->mark_absent();
+    for (const auto& [wanted, gather] : started_) wanted.first->mark_absent();
     started_.clear();
   }
 
   void drain() override {
     at::NoGradGuard no_grad;
     for (bool open = true; open;) {
-      read_notes(true);
       const GatherAct act = schedule_.toward_end();
       if (act.exchange) {
         open = exchange({}, {});
@@ -82,12 +96,15 @@ class ScheduledSource : public ShardSource {
         issue(act, /*begun=*/true);
       }
     }
-    entries_.clear();
+    served_.clear();
   }
 
-  void refresh(const std::vector<ShardedParam*>& params) override {
+  void refresh(const std::vector<ShardedParam*>& params, Values values) override {
     drain();
-    for (size_t group = 0; group < ranks_.size(); ++group) refresh_together(*ranks_[group], of_group(params, group));
+    std::vector<Wanted> wanted;
+    for (ShardedParam* param : params) wanted.push_back({param, refreshed(*param, values)});
+    for (const auto& [ranks, of] : orders())
+      if (const auto part = part_of(wanted, ranks, of); !part.empty()) refresh_together(*ranks_[ranks], part, of);
   }
   bool meet_writes(bool wrote, int64_t) override { return wrote && ranks_.size() == 1 && ranks_[0]->size() == 1; }
   void before_write() override {
@@ -98,83 +115,92 @@ class ScheduledSource : public ShardSource {
   const char* name() const override { return "scheduled collectives"; }
 
  private:
-  // One entry of the order: its parameters from each group, with the notes of all that agree.
+  using Wanted = std::pair<ShardedParam*, Values>;
+
+  // One entry of the order: its parameters from each group.
   class Gather {
    public:
-    void add(std::unique_ptr<StagedGather> part) { parts_.push_back(std::move(part)); }
-    at::Tensor take(const ShardedParam& param) {
-      for (const auto& part : parts_) {
-        const auto& params = part->params();
-        if (contains(params, &param)) return part->take(param);
-      }
+    void add(Values values, std::unique_ptr<StagedGather> part) { parts_.emplace_back(values, std::move(part)); }
+    at::Tensor take(const ShardedParam& param, Values values) {
+      for (const auto& [of, part] : parts_)
+        if (of == param.resolved(values) && contains(part->params(), &param)) return part->take(param);
       fail(ErrorKind::kRuntime, "parameter '", param.name(), "' is not in this gather");
     }
-    const std::vector<uint8_t>& notes() { return parts_.front()->notes(); }
 
    private:
-    std::vector<std::unique_ptr<StagedGather>> parts_;  // of the first group first
+    std::vector<std::pair<Values, std::unique_ptr<StagedGather>>> parts_;
   };
   using GatherPtr = std::shared_ptr<Gather>;
 
-  std::vector<ShardedParam*> of_group(const std::vector<ShardedParam*>& params, size_t group) const {
+  // The parts of an entry, in their order: which communicator, which values.
+  std::vector<std::pair<size_t, Values>> orders() const {
+    std::vector<std::pair<size_t, Values>> all;
+    for (size_t ranks = 0; ranks < ranks_.size(); ++ranks)
+      for (const Values values : {Values::kUsed, Values::kExact}) all.emplace_back(ranks, values);
+    return all;
+  }
+  std::vector<ShardedParam*> part_of(const std::vector<Wanted>& wanted, size_t ranks, Values values) const {
     std::vector<ShardedParam*> result;
-    for (ShardedParam* param : params)
-      if (group_of_[index_.at(param)] == group) result.push_back(param);
+    for (const Wanted& one : wanted)
+      if (one.second == values && group_of_.at(one) == ranks) result.push_back(one.first);
     return result;
   }
 
   // Their numbers, ascending, without those that are here or on their way.
-  GatherSchedule::Params not_started(const std::vector<ShardedParam*>& params) const {
+  GatherSchedule::Params not_started(const std::vector<ShardedParam*>& params, Values values) const {
     GatherSchedule::Params result;
     for (ShardedParam* param : params) {
-      if (param->available() || started_.count(param)) continue;
-      result.push_back(number_of(param));
+      if (param->shows(values) || started_.count({param, param->resolved(values)})) continue;
+      result.push_back(number_of(param, values));
     }
     sort_unique(result);
     return result;
   }
 
-  GatherSchedule::Params numbers_of(const std::vector<ShardedParam*>& params) const {
+  GatherSchedule::Params numbers_of(const std::vector<ShardedParam*>& params, Values values) const {
     GatherSchedule::Params result;
-    for (const ShardedParam* param : params) result.push_back(number_of(param));
+    for (ShardedParam* param : params) result.push_back(number_of(param, values));
     sort_unique(result);
     return result;
   }
 
-  int32_t number_of(const ShardedParam* param) const {
-    const auto found = index_.find(param);
+  int32_t number_of(ShardedParam* param, Values values) const {
+    const auto found = index_.find({param, param->resolved(values)});
     if (found == index_.end())
       fail(ErrorKind::kRuntime, "parameter '", param->name(), "' does not belong to this engine");
     return found->second;
   }
 
-  void read_notes(bool ending) {
-    while (const auto entry = schedule_.due(ending)) {
-      schedule_.seen(*entry, entries_[*entry]->notes());
-      entries_[*entry].reset();
-    }
-  }
-
   void issue(const GatherAct& act, bool begun) {
-    const auto made = start_gather(schedule_.entry(act.entry), act.note, begun);
-    if (act.note & GatherSchedule::kWanted) keep(made, schedule_.entry(act.entry));
-    entries_.resize(act.entry + 1);
-    entries_[act.entry] = made;
+    const auto made = start_gather(schedule_.entry(act.entry), begun);
+    if (act.wanted) {
+      keep(made, schedule_.entry(act.entry));
+    } else {
+      served_.push_back(made);
+      if (served_.size() > kServed) served_.pop_front();
+    }
     schedule_.issued(act);
   }
 
-  // Entries that are wanted soon, as far as nothing has to be waited for.
+  // Entries that are wanted soon, as far as their slices are here and there is memory.
   void start(const std::vector<ShardedParam*>& ahead) {
-    while (!schedule_.due()) {
-      const auto act = schedule_.ahead(not_started(ahead));
+    while (true) {
+      const auto act = schedule_.ahead(not_started(ahead, Values::kUsed));
       if (!act || !here(schedule_.entry(act->entry))) return;
-      issue(*act, /*begun=*/false);
+      try {
+        issue(*act, /*begun=*/false);
+      } catch (const c10::OutOfMemoryError&) {  // it is tried again when they are needed
+        return;
+      }
     }
   }
 
   // Their slices are.
   bool here(const GatherSchedule::Params& entry) const {
-    return all_of(entry, [&](int32_t index) { return params_[index]->here(); });
+    return all_of(entry, [&](int32_t index) {
+      const auto& [param, values] = wanted_[static_cast<size_t>(index)];
+      return !param->row_elsewhere(values) || param->here();
+    });
   }
 
   // Everybody says what it wants, everybody helps. False when nobody wanted anything.
@@ -182,47 +208,47 @@ class ScheduledSource : public ShardSource {
     GatherSchedule::Params wants = wanted;
     append(wants, hints);
     wants.resize(std::min(wants.size(), static_cast<size_t>(kWants)));
-    at::Tensor host = at::full({ranks_[0]->size(), kHead + kWants}, -1, at::kInt);
+    const plan::GatherSchedule::Bits& own = schedule_.wanted_entries();
+    const auto words = static_cast<int64_t>(own.size()), width = kHead + kWants + words;
+    const at::Tensor mine = at::full({width}, -1, at::kInt);
     const uint64_t key = schedule_.left_out_key();
-    int32_t* row = host.data_ptr<int32_t>() + ranks_[0]->rank() * (kHead + kWants);
+    auto* const row = mine.data_ptr<int32_t>();
     std::memcpy(row, &key, sizeof(key));
     row[kHead - 1] = static_cast<int32_t>(schedule_.waiting());
     std::copy(wants.begin(), wants.end(), row + kHead);
-    if (!wants_.defined())
-      wants_ = at::empty_like(host, at::TensorOptions().device(storage::device_for_numbers(buffers_.device())));
-    wants_.copy_(host);
-    ranks_[0]->all_gather(wants_.select(0, ranks_[0]->rank()), wants_, "what ranks want to gather")->wait();
+    std::copy(own.begin(), own.end(), row + kHead + kWants);
+    const at::Tensor host = comm::gather_numbers(*ranks_[0], mine, buffers_.device(), "what ranks want to gather");
     ++exchanges_;
-    host = wants_.to(at::kCPU);
     GatherSchedule::Params all;
+    GatherSchedule::Bits entries(own.size());
     bool alike = true;
     int32_t waiting = 0;
     for (int64_t rank = 0; rank < host.size(0); ++rank) {
-      const int32_t* theirs = host.data_ptr<int32_t>() + rank * (kHead + kWants);
+      const int32_t* theirs = host.data_ptr<int32_t>() + rank * width;
       alike = alike && std::memcmp(theirs, &key, sizeof(key)) == 0;
       waiting = std::max(waiting, theirs[kHead - 1]);
       all.insert(all.end(), theirs + kHead, theirs + kHead + kWants);
+      for (int64_t word = 0; word < words; ++word)
+        entries[word] |= static_cast<uint32_t>(theirs[kHead + kWants + word]);
     }
     erase_if(all, [](int32_t index) { return index < 0; });
     sort_unique(all);
-    if (!all.empty()) keep(start_gather(all, std::nullopt, /*begun=*/true), wants);
-    return schedule_.exchanged(all, alike, static_cast<size_t>(waiting));
+    if (!all.empty()) keep(start_gather(all, /*begun=*/true), wants);
+    return schedule_.exchanged(all, alike, static_cast<size_t>(waiting), entries);
   }
 
   // `begun`: the other ranks wait for this one, so they have to be told if it has no memory.
-  GatherPtr start_gather(const GatherSchedule::Params& indices, std::optional<uint8_t> note, bool begun) {
-    std::vector<ShardedParam*> params;
-    for (int32_t index : indices) params.push_back(params_[index].get());
+  GatherPtr start_gather(const GatherSchedule::Params& indices, bool begun) {
+    std::vector<Wanted> wanted;
+    for (int32_t index : indices) wanted.push_back(wanted_[static_cast<size_t>(index)]);
     auto made = std::make_shared<Gather>();
-    for (size_t group = 0; group < ranks_.size(); ++group) {
-      std::vector<ShardedParam*> part = ranks_.size() == 1 ? std::move(params) : of_group(params, group);
-      const bool told = note && group == 0;
-      if (part.empty() && !told) continue;
+    for (const auto& [ranks, values] : orders()) {
+      std::vector<ShardedParam*> part = part_of(wanted, ranks, values);
+      if (part.empty()) continue;
       try {
-        auto gather =
-            std::make_unique<StagedGather>(*ranks_[group], buffers_, std::move(part), told ? note : std::nullopt);
+        auto gather = std::make_unique<StagedGather>(*ranks_[ranks], buffers_, std::move(part), values);
         collectives_ += gather->collectives();
-        made->add(std::move(gather));
+        made->add(values, std::move(gather));
       } catch (const c10::OutOfMemoryError& error) {
         if (!begun) throw;
         throw LoneFailure(ErrorKind::kRuntime,
@@ -235,26 +261,29 @@ class ScheduledSource : public ShardSource {
 
   void keep(const GatherPtr& gather, const GatherSchedule::Params& wants) {
     for (int32_t index : wants) {
-      ShardedParam* param = params_[index].get();
-      if (param->available() || !started_.emplace(param, gather).second) continue;
-      gathered_ += param->padded_numel() - param->slice_numel();
-      param->mark_inflight();
+      const Wanted& wanted = wanted_[static_cast<size_t>(index)];
+      ShardedParam* param = wanted.first;
+      if (param->shows(wanted.second) || !started_.emplace(wanted, gather).second) continue;
+      gathered_ += param->padded_numel() - param->slice_numel() * param->row_slices(wanted.second);
+      if (!param->available()) param->mark_inflight();
     }
   }
 
-  std::vector<comm::CommunicatorPtr> ranks_;  // of each group
+  std::vector<comm::CommunicatorPtr> ranks_;  // the first ones agree on the order
   std::vector<ShardedParamPtr> params_;
-  std::vector<size_t> group_of_;  // of each of them
-  std::unordered_map<const ShardedParam*, int32_t> index_;
+  std::map<Wanted, size_t> group_of_;  // the number of its communicator
+  std::map<Wanted, int32_t> index_;
+  std::vector<Wanted> wanted_;  // by index
   GatherSchedule schedule_;
-  std::vector<GatherPtr> entries_;  // of this cycle; null once its notes have been read
-  std::unordered_map<ShardedParam*, GatherPtr> started_;
-  at::Tensor wants_;  // of all ranks in an exchange; kept, so that a rank without memory takes part in the next ones
+  std::deque<GatherPtr> served_;
+  std::map<Wanted, GatherPtr> started_;
 };
 
 ShardSourcePtr make_scheduled(SourceParts parts) {
   for (GatherGroup& group : parts.groups)  // in one order on all ranks
-    if (group.space.open) group.ranks = group.space.open(group.space.axes.shard, plan::Purpose::kGather);
+    if (group.space.open)
+      group.ranks =
+          group.space.open(group.along.empty() ? group.space.axes.shard : group.along, plan::Purpose::kGather);
   return scheduled_source(std::move(parts.params), std::move(parts.groups), std::move(parts.storage));
 }
 

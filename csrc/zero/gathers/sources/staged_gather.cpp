@@ -2,14 +2,10 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include "base/ranges.h"
-#include "storage/pinned.h"
 
 namespace ds::zero {
 
@@ -20,111 +16,112 @@ constexpr int64_t kAlign = 16;
 }  // namespace
 
 StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, std::vector<ShardedParam*> params,
-                           std::optional<uint8_t> note, bool in_place, int64_t limit)
-    : memory_(buffers), params_(std::move(params)), in_place_(in_place), note_(note.value_or(0)) {
+                           Values values, bool in_place, int64_t limit)
+    : memory_(buffers), params_(std::move(params)), values_(values), ranks_(group.size()), in_place_(in_place) {
   at::NoGradGuard no_grad;
-  const c10::Device device = params_.empty() ? buffers.device() : params_.front()->device();
-  const auto options = at::TensorOptions().device(device).dtype(at::kByte);
-  const std::string tag = params_.empty() ? "notes on gathers" : params_.front()->name();
-  const int64_t n = group.size();
+  if (params_.empty()) return;
+  buffers_.resize(params_.size());
+  own_rows_.resize(params_.size());
   int64_t row = 0;
   for (const ShardedParam* param : params_) {
     offsets_.push_back(row);
-    row += (param->slice_bytes() + kAlign - 1) / kAlign * kAlign;
+    row += (param->row_bytes(values_) + kAlign - 1) / kAlign * kAlign;
   }
-  const int64_t note_at = row;
-  if (note) row += kAlign;
-  if (row * n <= limit) {
-    rows_ = memory_.take_passing(row * n, device).view({n, row});
-    const at::Tensor mine = rows_.select(0, group.rank());
-    for (size_t i = 0; i < params_.size(); ++i)
-      if (const int64_t bytes = params_[i]->slice_bytes()) {
-        const SliceLease own = params_[i]->slice(storage::Access::kRead);
-        mine.narrow(0, offsets_[i], bytes).copy_(own.data().view(at::kByte));
-      }
-    if (note) {
-      mine.narrow(0, note_at, 1).fill_(*note);
-      note_column_ = rows_.select(1, note_at);
+  if (group.groups() || row * group.size() > limit) {
+    start_in_buffers(group);
+  } else {
+    stage(group, row, params_.front()->device());
+  }
+}
+
+at::Tensor StagedGather::buffer_of(const ShardedParam& param) const {
+  return in_place_ ? param.buffer() : memory_.take(param.padded_numel(), param.dtype(), param.device());
+}
+
+void StagedGather::stage(comm::Communicator& group, int64_t row, c10::Device device) {
+  rows_ = memory_.take_passing(row * group.size(), device).view({group.size(), row});
+  const at::Tensor mine = rows_.select(0, group.rank());
+  for (size_t i = 0; i < params_.size(); ++i)
+    if (const int64_t bytes = params_[i]->row_bytes(values_)) {
+      const SliceLease own = params_[i]->row(values_);
+      mine.narrow(0, offsets_[i], bytes).copy_(own.data().view(at::kByte));
     }
-    if (row) works_.push_back(group.all_gather(mine, rows_, tag));
+  if (row) works_.push_back(group.all_gather(mine, rows_, params_.front()->name()));
+}
+
+// All memory is taken before the first call: a rank without it has then made none of them.
+void StagedGather::start_in_buffers(comm::Communicator& group) {
+  std::vector<comm::TensorPair> pairs;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const ShardedParam& param = *params_[i];
+    buffers_[i] = buffer_of(param);
+    const int64_t bytes = param.row_bytes(values_);
+    if (bytes == 0) continue;
+    const bool direct = is_direct(param);
+    if (!direct) own_rows_[i] = memory_.take_passing(bytes * ranks_, param.device()).view({ranks_, bytes});
+    if (param.row_elsewhere(values_)) {  // the lease is over before the gather is
+      const at::Tensor out = direct ? buffers_[i] : own_rows_[i].view({-1});
+      const int64_t numel = out.numel() / ranks_;
+      pairs.push_back({out.narrow(0, group.rank() * numel, numel), out});
+      pairs.back().in.copy_(param.row(values_).data());
+    } else {
+      pairs.push_back({param.row(values_).data(), direct ? buffers_[i] : own_rows_[i]});
+    }
+    if (!direct) pairs.back().in = pairs.back().in.view(at::kByte);
+  }
+  if (pairs.empty()) return;
+  if (group.groups()) {
+    works_.push_back(group.all_gather(std::move(pairs), params_.front()->name()));
     return;
   }
-  // All memory is taken before the first call: a rank without it has then made none of them.
-  std::vector<at::Tensor> own;
-  for (ShardedParam* param : params_) {
-    buffers_.push_back(in_place_ ? param->buffer() : memory_.take(param->padded_numel(), param->dtype(), device));
-    own.push_back(param->shard());
-    if (param->offloaded()) {  // the lease is over before the gather is
-      own.back() = buffers_.back().narrow(0, group.rank() * param->slice_numel(), param->slice_numel());
-      own.back().copy_(param->slice(storage::Access::kRead).data());
+  for (size_t i = 0, pair = 0; i < params_.size(); ++i)
+    if (params_[i]->row_bytes(values_) > 0) {
+      works_.push_back(group.all_gather(pairs[pair].in, pairs[pair].out, params_[i]->name()));
+      ++pair;
     }
-  }
-  if (note) {
-    note_column_ = at::empty({n}, options);
-    own.push_back(note_column_.narrow(0, group.rank(), 1).fill_(*note));
-  }
-  for (size_t i = 0; i < params_.size(); ++i)
-    works_.push_back(group.all_gather(own[i], buffers_[i], params_[i]->name()));
-  if (note) works_.push_back(group.all_gather(own.back(), note_column_, tag));
 }
 
 StagedGather::~StagedGather() {
   try {
-    arrive();
+    wait();
   } catch (...) {  // whoever needed it has been told
     return;
   }
 }
 
-void StagedGather::give_rows() {
-  if (!rows_.defined()) return;
-  note_column_ = at::Tensor();
-  rows_ = at::Tensor();
-}
-
-// The current stream is behind the gather. Notes start on their way to the host, so that who asks later need not wait.
-void StagedGather::arrive() {
-  if (arrived_) return;
+// The current stream goes on behind the gather.
+void StagedGather::wait() {
+  if (std::exchange(waited_, true)) return;
   for (const comm::WorkPtr& work : works_) work->wait();
-  arrived_ = true;
-  if (!note_column_.defined()) return;
-  if (note_column_.device().is_cpu()) {
-    host_notes_ = note_column_.clone();
-    return;
-  }
-  if (note_column_.is_meta()) {  // in a step that is planned all ranks say the same
-    notes_.assign(static_cast<size_t>(note_column_.size(0)), note_);
-    return;
-  }
-  const at::Tensor column = note_column_.contiguous();
-  host_notes_ = at::empty({column.size(0)}, storage::host_options(column.device()).dtype(at::kByte));
-  host_notes_.copy_(column, /*non_blocking=*/true);
-  const c10::impl::VirtualGuardImpl device(column.device().type());
-  copied_.emplace(column.device().type());
-  copied_->record(device.getStream(column.device()));
 }
 
-const std::vector<uint8_t>& StagedGather::notes() {
-  at::NoGradGuard no_grad;
-  arrive();
-  if (notes_.empty() && host_notes_.defined()) {
-    while (copied_ && !copied_->query()) std::this_thread::sleep_for(std::chrono::microseconds(10));
-    const auto* first = host_notes_.data_ptr<uint8_t>();
-    notes_.assign(first, first + host_notes_.numel());
+void StagedGather::arrive() {
+  wait();
+  if (std::exchange(arrived_, true)) return;
+  RowReader reader(values_, ranks_);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const ShardedParam& param = *params_[i];
+    if (is_direct(param)) continue;
+    if (!buffers_[i].defined()) buffers_[i] = buffer_of(param);
+    if (param.row_bytes(values_) == 0) continue;
+    const at::Tensor rows = rows_.defined() ? rows_.narrow(1, offsets_[i], param.row_bytes(values_)) : own_rows_[i];
+    reader.add(param, rows, buffers_[i]);
   }
-  return notes_;
+  reader.finish();
+  own_rows_.clear();
 }
 
 at::Tensor StagedGather::take(const ShardedParam& param) {
   at::NoGradGuard no_grad;
   arrive();
   const auto index = static_cast<size_t>(index_of(params_, &param));
-  if (!buffers_.empty()) return std::exchange(buffers_[index], at::Tensor());
-  const at::Tensor buffer =
-      in_place_ ? param.buffer() : memory_.take(param.padded_numel(), param.dtype(), param.device());
-  if (const int64_t bytes = param.slice_bytes())
-    buffer.view(at::kByte).view({-1, bytes}).copy_(rows_.narrow(1, offsets_[index], bytes));
-  if (++taken_ == params_.size()) give_rows();
+  at::Tensor buffer = std::exchange(buffers_[index], at::Tensor());
+  if (!buffer.defined()) {
+    buffer = buffer_of(param);
+    if (const int64_t bytes = param.row_bytes(values_))
+      buffer.view(at::kByte).view({-1, bytes}).copy_(rows_.narrow(1, offsets_[index], bytes));
+  }
+  if (++taken_ == params_.size()) rows_ = at::Tensor();
   return buffer;
 }
 

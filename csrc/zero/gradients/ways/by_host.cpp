@@ -11,6 +11,7 @@ class ByHost : public ReduceWay {
  public:
   explicit ByHost(ReduceWayPtr inner) : inner_(std::move(inner)) {}
 
+  void prepare(const BucketFacts& bucket) override { inner_->prepare(bucket); }
   void start(GradBucket& bucket, at::Tensor sent) override {
     bucket.wire = sent.to(at::kCPU);
     bucket.slots = at::Tensor();
@@ -19,6 +20,9 @@ class ByHost : public ReduceWay {
   void receive(GradBucket& bucket) override { inner_->receive(bucket); }
   void finish(GradBucket& bucket) override { inner_->finish(bucket); }
   bool gives_row() const override { return inner_->gives_row(); }
+  bool sends_again() const override { return inner_->sends_again(); }
+  void send_again(GradBucket& bucket) override { inner_->send_again(bucket); }
+  void forget() override { inner_->forget(); }
   at::Tensor sum_now(const GradBucket& bucket, const at::Tensor& values) override {
     return inner_->sum_now(bucket, values);
   }

@@ -1,5 +1,7 @@
 #include "zero/gradients/ways/reduce_way.h"
 
+#include <ATen/Functions.h>
+
 #include <utility>
 #include <vector>
 
@@ -35,6 +37,23 @@ ReduceWayRegistration::ReduceWayRegistration(ReduceWayRow row) {
   rows().push_back(std::move(row));
   std::stable_sort(rows().begin(), rows().end(),
                    [](const ReduceWayRow& a, const ReduceWayRow& b) { return a.order < b.order; });
+}
+
+at::Tensor row_to_receive(const WayParts& parts, const GradBucket& bucket, const at::Tensor& sent) {
+  const ParamSpace& space = parts.space(bucket);
+  const Buffer& grad = space.grad;
+  const bool direct = grad.dtype == sent.scalar_type() || grad.dtype == at::kFloat;
+  const at::ScalarType type = direct ? grad.dtype : sent.scalar_type();
+  const bool here = sent.device() == parts.store.device();
+  if (here && direct && !bucket.row_holds && grad.on_device()) return parts.store.grad_row_to_write(space, bucket.plan);
+  return here ? parts.memory.borrow(bucket.row_numel(), type)
+              : at::empty({bucket.row_numel()}, sent.options().dtype(type));
+}
+
+at::Tensor scattered_sum(const WayParts& parts, const BucketFacts& bucket, const at::Tensor& values) {
+  const at::Tensor row = at::empty({bucket.row_numel()}, values.options());
+  parts.ranks(bucket).shard->reduce_scatter(values, row, bucket.name)->wait();
+  return row;
 }
 
 ReduceWayPtr way_of(const WayParts& parts, const BucketFacts& bucket) {

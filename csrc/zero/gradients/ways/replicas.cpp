@@ -9,9 +9,16 @@ class Replicas : public ReduceWay {
  public:
   Replicas(const WayParts& parts, ReduceWayPtr inner) : parts_(parts), inner_(std::move(inner)) {}
 
+  void prepare(const BucketFacts& bucket) override { inner_->prepare(bucket); }
   void start(GradBucket& bucket, at::Tensor sent) override { inner_->start(bucket, std::move(sent)); }
   void receive(GradBucket& bucket) override { inner_->receive(bucket); }
-  void finish(GradBucket& bucket) override { add_up(bucket, bucket.received); }
+  void finish(GradBucket& bucket) override {
+    inner_->finish(bucket);
+    add_up(bucket, bucket.received);
+  }
+  bool sends_again() const override { return inner_->sends_again(); }
+  void send_again(GradBucket& bucket) override { inner_->send_again(bucket); }
+  void forget() override { inner_->forget(); }
   bool gives_row() const override { return false; }
   at::Tensor sum_now(const GradBucket& bucket, const at::Tensor& values) override {
     const at::Tensor row = inner_->sum_now(bucket, values);

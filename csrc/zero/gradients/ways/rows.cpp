@@ -10,12 +10,13 @@ class Rows : public ReduceWay {
  public:
   Rows(const WayParts& parts, ReduceWayPtr whole) : parts_(parts), whole_(std::move(whole)) {}
 
+  void prepare(const BucketFacts& bucket) override { whole_->prepare(bucket); }
   void start(GradBucket&, at::Tensor) override {}
   void receive(GradBucket&) override {}
   bool gives_row() const override { return false; }
   bool at_end() const override { return true; }
   void reduce_at_end(GradBucket& bucket, float factor) override {
-    const at::Tensor grad = parts_.store.grad_view(static_cast<size_t>(bucket.params.front()));
+    const at::Tensor grad = parts_.store.view(static_cast<size_t>(bucket.params.front()), parts_.space(bucket).grad);
     const at::ScalarType wire = parts_.options.comm_dtype.value_or(grad.scalar_type());
     reduce_rows(*parts_.ranks(bucket).replicas, grad, factor, wire, bucket.name);
   }

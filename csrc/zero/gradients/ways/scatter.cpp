@@ -1,39 +1,22 @@
 // Sharded gradients: each rank gets its row of the sum by a reduce-scatter. Where zero_optimization.reduce_scatter is
 // false, all ranks get the whole sum by an all-reduce, and keep their row.
-#include <ATen/Functions.h>
-
 #include "zero/gradients/ways/reduce_way.h"
 
 namespace ds::zero {
 
 namespace {
 
-int64_t row_numel(const BucketFacts& bucket) { return bucket.plan.shard_end - bucket.plan.shard_begin; }
-
 class Scatter : public ReduceWay {
  public:
   explicit Scatter(const WayParts& parts) : parts_(parts) {}
 
   void start(GradBucket& bucket, at::Tensor sent) override {
-    const ParamSpace& space = parts_.space(bucket);
-    const Buffer& grad = space.grad;
-    const bool direct = grad.dtype == sent.scalar_type() || grad.dtype == at::kFloat;
-    const at::ScalarType type = direct ? grad.dtype : sent.scalar_type();
-    const bool here = sent.device() == parts_.store.device();
-    if (here && direct && !bucket.row_holds && grad.data.defined()) {
-      bucket.received =
-          grad.data.narrow(0, space.offset_in(grad, bucket.plan, bucket.plan.shard_begin), row_numel(bucket));
-    } else {
-      bucket.received = here ? parts_.memory.borrow(row_numel(bucket), type)
-                             : at::empty({row_numel(bucket)}, sent.options().dtype(type));
-    }
+    bucket.received = row_to_receive(parts_, bucket, sent);
     bucket.work = parts_.ranks(bucket).shard->reduce_scatter(sent, bucket.received, bucket.name);
   }
   void receive(GradBucket& bucket) override { bucket.wire = bucket.slots = at::Tensor(); }
   at::Tensor sum_now(const GradBucket& bucket, const at::Tensor& values) override {
-    const at::Tensor row = at::empty({row_numel(bucket)}, values.options());
-    parts_.ranks(bucket).shard->reduce_scatter(values, row, bucket.name)->wait();
-    return row;
+    return scattered_sum(parts_, bucket, values);
   }
 
  protected:
@@ -49,9 +32,9 @@ class Whole : public Scatter {
   }
   void receive(GradBucket& bucket) override {
     const at::Tensor& sum = bucket.wire.defined() ? bucket.wire : bucket.slots;
-    bucket.received = parts_.memory.borrow(row_numel(bucket), sum.scalar_type());
-    const int64_t begin = parts_.space(bucket).rank() * row_numel(bucket);
-    bucket.received.copy_(sum.narrow(0, begin, row_numel(bucket)));
+    bucket.received = parts_.memory.borrow(bucket.row_numel(), sum.scalar_type());
+    const int64_t begin = parts_.space(bucket).rank() * bucket.row_numel();
+    bucket.received.copy_(sum.narrow(0, begin, bucket.row_numel()));
     bucket.wire = bucket.slots = at::Tensor();
   }
 };

@@ -179,7 +179,7 @@ class Speculative : public StepStrategy, public GradArrivals {
 
   // A number that changes when somebody writes into the gradients of the space, or puts others into .grad.
   uint64_t version_of(const ParamSpace& space) const {
-    uint64_t version = space.grad.data.defined() ? space.grad.data._version() : 0;
+    uint64_t version = 0;
     for (const int32_t param : space.params) {
       const at::Tensor& shown = store_.spec(param).tensor.grad();
       if (!shown.defined()) continue;
@@ -222,7 +222,7 @@ class Speculative : public StepStrategy, public GradArrivals {
       host_.copy(ahead.kept[slot + 1].data(), rows.slots[slot].data(), 1.0f);
     ahead.stepped = true;
     rows.lp = std::move(ahead.lp);
-    update_runs(host_, space, rule, 0, ahead.runs, rows, guess_.at(space.key.param_group), &scale_);
+    update_runs(host_, space, rule, rule.passes[0], ahead.runs, rows, guess_.at(space.key.param_group), &scale_);
     ahead.lp = std::move(rows.lp);
   }
 

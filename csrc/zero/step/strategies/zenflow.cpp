@@ -383,7 +383,7 @@ class ZenFlow : public StepStrategy {
     rows.grad = lease(space, sums, bucket, Access::kUpdate, Medium::kHost);
     for (size_t slot = 0; slot < rule.slots.size(); ++slot)
       rows.slots.push_back(lease(space, space.slots[slot], bucket, Access::kUpdate, Medium::kHost));
-    update_runs(host_, space, rule, 0, runs, rows, hyper.at(space.key.param_group), nullptr);
+    update_runs(host_, space, rule, rule.passes[0], runs, rows, hyper.at(space.key.param_group), nullptr);
     rows.grad.data().zero_();
   }
 

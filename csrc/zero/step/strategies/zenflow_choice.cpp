@@ -237,8 +237,8 @@ void ZenFlowChoice::update(const StepInputs& inputs, const GradReducer& grads, c
       }
       for (const auto& [count, segments] : by_count) {
         context.run([&, count = count, &segments = segments](const kernels::Launch& launch) {
-          optim::run_pass(context.table(), launch, rule, 0, segments, args, inputs.hyper.at(space.key.param_group),
-                          count + 1.0, context.step_scale());
+          optim::run_pass(context.table(), launch, rule, rule.passes[0], segments, args,
+                          inputs.hyper.at(space.key.param_group), count + 1.0, context.step_scale());
         });
       }
       const LeasedRow lp(*store_.storage(), space, space.lp, part.bucket, Access::kUpdate, Medium::kDevice);

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.layouts.saved_state import Joined, Range
+from deepspeed.checkpoint.layouts.saved_state import Joined, Latest, Range
 from deepspeed.checkpoint.layouts.saved_universal import Cut, ParallelRules, join_parts, merge_slices
 from deepspeed.utils.tensor_slices import cut_of_table, join
 
@@ -25,7 +25,7 @@ class SavedSlices(Joined):
         self._rules = ParallelRules(info) if info and not self.is_whole else None
         self.shapes = {name: self._own_shape(name, shape) for name, shape in self.shapes.items()}
         self.frozen_shapes = {name: self._own_shape(name, shape) for name, shape in self.frozen_shapes.items()}
-        self._held = (None, None)  # what was put together last
+        self._put_together = Latest()
 
     def _whole_shape(self, name, saved):
         """The shape of a whole parameter, of which the first rank has saved ``saved``; None: not known from that."""
@@ -67,12 +67,13 @@ class SavedSlices(Joined):
 
     def _own_slice(self, name, kind):
         """This rank's part of ``kind`` of a parameter."""
-        if self._held[0] != (name, kind):
-            own, hints = self._merged(name, [state.whole(name, kind) for state in self._slices])
-            if name in self._cuts:
-                own = self._cuts[name].take(name, hints, own, self._rank, self._count, self.origin())
-            self._held = (name, kind), own.contiguous()
-        return self._held[1]
+        return self._put_together.value((name, kind), lambda: self._cut_slice(name, kind))
+
+    def _cut_slice(self, name, kind):
+        own, hints = self._merged(name, [state.whole(name, kind) for state in self._slices])
+        if name in self._cuts:
+            own = self._cuts[name].take(name, hints, own, self._rank, self._count, self.origin())
+        return own.contiguous()
 
     def _merged(self, name, slices):
         """``(whole tensor, hints)`` as of ``merge_slices``."""

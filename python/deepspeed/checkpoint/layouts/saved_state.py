@@ -45,6 +45,22 @@ class Range:
         return hasattr(source, "fill") and source.fill(target, self.base + start)
 
 
+class Latest:
+    """Keeps one value, that of the key that was asked for last. Threads may ask for several keys at a time: each one
+    gets the value of its own key."""
+
+    def __init__(self):
+        self._kept = (None, None)
+
+    def value(self, key, make):
+        """The value of ``key``: the kept one, else what ``make()`` returns, which is kept."""
+        kept, value = self._kept
+        if kept != key:
+            value = make()
+            self._kept = (key, value)
+        return value
+
+
 class SavedState:
     """One checkpoint. Parameters are known by their names in the module; tied ones by the first of their names.
 

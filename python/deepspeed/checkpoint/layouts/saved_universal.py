@@ -13,7 +13,7 @@ from deepspeed import _native
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, ZERO_FOLDER
-from deepspeed.checkpoint.layouts.saved_state import EXTRA_KEYS, Range, SavedState, eager, with_names
+from deepspeed.checkpoint.layouts.saved_state import EXTRA_KEYS, Latest, Range, SavedState, eager, with_names
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.utils.param_cut import cut_of
 from deepspeed.utils.tensor_slices import cut_of_table, cut_of_widths, even_cut, join, narrow
@@ -269,7 +269,7 @@ class UniversalState(SavedState):
         self.dp_world_size = self.model.get("dp_world_size", 1)
         self._rank, self._count, self._cuts = mp_rank, mp_size, dict(cuts or {})
         self._local = {**{name: cut.shape for name, cut in self._cuts.items()}, **(shapes or {})}
-        self._held, self._kinds = (None, None), {}
+        self._opened, self._kinds = Latest(), {}
         self._all = {entry.name for entry in os.scandir(os.path.join(folder, ZERO_FOLDER)) if entry.is_dir()}
         path = os.path.join(folder, ZERO_FOLDER, OPTIMIZER_STATE)
         common = storage.read(path) if os.path.exists(path) else {}
@@ -294,14 +294,8 @@ class UniversalState(SavedState):
 
     def _file(self, name, state):
         """Content of a file, tensors lazy; the last one stays open for the pieces that follow."""
-        path, (held, found) = self._path(name, state), self._held  # threads may read several files
-        if held != path:
-            found = storage.read(path, lazy=True)
-            found = found if isinstance(found, dict) else {keys.PARAM: found}
-            if not hasattr(found.get(keys.PARAM), "shape"):
-                raise RuntimeError(f"{path} is damaged: it has no tensor '{keys.PARAM}'; convert the checkpoint anew")
-            self._held = (path, found)
-        return found
+        path = self._path(name, state)
+        return self._opened.value(path, lambda: _read_file(path))
 
     def _path(self, name, state):
         return path_below(self.folder, f"{ZERO_FOLDER}/{name}/{state}.pt", f"the folder {self.folder}")
@@ -361,6 +355,15 @@ class UniversalState(SavedState):
             where = f"the universal checkpoint {self.folder}"
             value = file[keys.PARAM] = cut.take(name, file, eager(value), self._rank, self._count, where)
         return value
+
+
+def _read_file(path):
+    """Content of the file of a parameter or of one of its states; tensors are lazy."""
+    found = storage.read(path, lazy=True)
+    found = found if isinstance(found, dict) else {keys.PARAM: found}
+    if not hasattr(found.get(keys.PARAM), "shape"):
+        raise RuntimeError(f"{path} is damaged: it has no tensor '{keys.PARAM}'; convert the checkpoint anew")
+    return found
 
 
 def _aliases_of_first(folder):

@@ -81,8 +81,11 @@ class Accumulation(Part):
     def enable_backward_allreduce(self):
         """Whether backward reduces gradients at the accumulation boundary, as it does unless somebody sets this to
         False to call ``allreduce_gradients()`` later; the latest is ``step()``. At ZeRO stages 2 and 3, which keep no
-        whole gradients, backward always reduces."""
-        return self.engine._window.reduces_in_backward
+        whole gradients, backward always reduces. It is False, too, before a step in which the ranks exchange signs
+        instead (1-bit optimizers)."""
+        exchanges = getattr(self.engine.stepping, "exchanges", None)
+        keeps_own = exchanges is not None and exchanges.local
+        return self.engine._window.reduces_in_backward and not keeps_own
 
     @enable_backward_allreduce.setter
     def enable_backward_allreduce(self, value):

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
-from deepspeed.comm.mesh_views import cut_for_mics
+from deepspeed.comm.mesh_views import cut_for_mics, cut_for_second_copy
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
@@ -22,7 +22,7 @@ from deepspeed.published.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
 from deepspeed.zero.engine_links import EngineLink
-from deepspeed.zero.gathers.model import detach, move_module, shard_model, take_over
+from deepspeed.zero.gathers.model import detach, move_module, shard_model, take_over, wishes_of
 from deepspeed.zero.optimizers.stepping import Stepping
 from deepspeed.zero.parameters.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
@@ -228,6 +228,16 @@ class Assembly(Part):
             "clip_grad": engine.gradient_clipping(),
         }
 
+    def _second_copy(self, size, alone):
+        """Makes groups of ``size`` ranks that have a second copy of the parameters together (hpZ)."""
+        engine = self.engine
+        quantized = engine._config.zero_config.zero_quantized_weights
+        if alone and (size > 1 or quantized):
+            keys = ["zero_hpz_partition_size"] * (size > 1) + ["zero_quantized_weights"] * quantized
+            logger.info("%s: without effect, because one rank trains the model alone", " and ".join(keys))
+        if size > 1 and not alone:
+            engine._access.access.second_group = cut_for_second_copy(engine.parallel.mesh, size)
+
     def _make_sliced_optimizer(self, optimizer, groups):
         """ZeRO stage 3: shards what is not sharded yet; without an optimizer the model is only gathered and run."""
         engine, zero = self.engine, self.engine._config.zero_config
@@ -238,9 +248,12 @@ class Assembly(Part):
             group = cut_for_mics(engine.parallel.mesh, mics)
         self.shard_group = group
         take_over(engine.module)
+        made_by = wishes_of(engine.module)
         engine._access = shard_model(engine.module, engine.parallel, group)
+        self._second_copy(zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else made_by.size, alone)
         options = self._core_options()
-        engine.core, engine._param_names = build_core(groups, others=engine._unmanaged, **options)
+        codes = {"codes_weights": made_by.codes_weights, "codes_frozen": made_by.codes_frozen}
+        engine.core, engine._param_names = build_core(groups, others=engine._unmanaged, **codes, **options)
         give_up = None if optimizer is not None else self.release
         engine._access.attach(engine.module, engine.core, give_up, checks_writes=zero.enable_sanity_checks)
         apply_z3_leaf_module_config(engine.module, zero.leaf_module)

@@ -190,7 +190,11 @@ class Checkpoints:
             engine._tokens.restore(counters.consumed_tokens)
             engine._token_dropping.load(counters.random_ltd)
         engine.loaded_checkpoint_dp_world_size = found.dp_world_size
-        if engine.core is not None and engine.core.strategy_states():  # zenflow: without counters it begins anew
+        if engine.core is not None:
+            engine.core.forget_errors()  # of exchanges of codes
+        if engine.core is not None and (
+            engine.core.strategy_states() or engine._compressed.active
+        ):  # without counters zenflow begins anew, as errors of exchanges do in any case
             engine.core.restore_strategy(found.strategy or {})
         if found.data is not None and hasattr(engine.training_dataloader, "load_state_dict"):
             engine.training_dataloader.load_state_dict(found.data)
@@ -278,7 +282,7 @@ class Checkpoints:
         """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save.save``."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         run_hooks(self.engine, "before_save")
-        with self.engine._step_log.phases.inside("checkpoint"):
+        with self.engine._step_log.phases.inside("checkpoint"), self.engine._compressed.common_weights():
             save_checkpoint(self.run_state(client_state), save_dir, tag, save_latest, exclude_frozen_parameters)
         self.engine._memory_copies.belongs_to(save_dir)
         return True

@@ -3,6 +3,7 @@
 from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.members import Part, engine_parts, member
+from deepspeed.zero.gathers.compiled_units import compile_units
 
 
 def is_compile_supported():
@@ -12,7 +13,8 @@ def is_compile_supported():
 
 @engine_parts.add("_compiling")
 class Compiling(Part):
-    """A part of the engine. What is compiled is the module's computation; hooks, reduction and the step stay."""
+    """A part of the engine. It compiles the module's computation; hooks, reduction and the step stay as they are. At
+    stage 3 it compiles each unit whose parameters are gathered together, such as a block."""
 
     done = False
 
@@ -53,7 +55,11 @@ class Compiling(Part):
         if "backend" in compile_kwargs:
             raise ValueError("engine.compile: pass backend= as an argument of its own, not inside compile_kwargs")
         if not self.done:
-            self.engine.module.compile(backend=backend, **compile_kwargs)
+            module, gathering = self.engine.module, getattr(self.engine, "parameter_offload", None)
+            if gathering is not None:
+                compile_units(module, gathering, backend=backend, **compile_kwargs)
+            else:
+                module.compile(backend=backend, **compile_kwargs)
             self.done = True
 
     @member

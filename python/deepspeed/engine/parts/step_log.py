@@ -127,20 +127,21 @@ class StepLog(Part):
             "tokens_per_sec": None,
             "mfu": flops / wall / self._peak_flops() if flops and wall > 0 else None,
         }
-        self._finish_pending()
+        self._finish_pending(waits=False)
         self._waits.end_step()
         loss = getattr(engine, "agg_train_loss", self._loss)
-        self._pending, self._loss = (row, _copied(loss), _copied(engine._tokens.of_rank)), None
+        self._pending, self._loss = (row, _Copied(loss), _Copied(engine._tokens.of_rank)), None
         if engine.device.type == "cpu":
             self._finish_pending()
         if self._compares and engine.progress.due:
             self._compare_ranks()
 
-    def _finish_pending(self):
+    def _finish_pending(self, waits=True):
+        """``waits`` False: the host has waited for the norm of a later step."""
         if self._pending is None:
             return
         (row, loss, tokens), self._pending = self._pending, None
-        value, tokens = _read(*loss), _read(*tokens)
+        value, tokens = loss.read(waits), tokens.read(waits)
         row["loss"] = value if value is not None and math.isfinite(value) else None
         if tokens and row["wall"] > 0:
             row["tokens_per_sec"] = tokens * self.engine.parallel.dp_world_size / row["wall"]
@@ -198,8 +199,10 @@ class StepLog(Part):
     def _compare_ranks(self):
         """Finds the slowest rank: the one that waited least for the others, on the host or on the device. Its slowest
         phase is the one with the largest gap to the fastest rank. Gathers of a device are waits of its stream, and are
-        counted there, because all hosts wait equally long for their devices then."""
-        self._finish_pending()
+        counted there, because all hosts wait equally long for their devices then. The last step counts in the next
+        report where a device has not ended it."""
+        if not self._recent:
+            return
         rows, self._recent = self._gather(torch.tensor(self._recent, dtype=torch.float64).mean(0)), []
         own = [number for number, name in enumerate(PHASES) if name not in _OTHERS]
         rows, streams = rows[:, :-1], rows[:, -1]
@@ -252,20 +255,21 @@ def _ends_in_a_line(path):
         return False
 
 
-def _read(value, copied):
-    """The number that ``_copied`` has asked for; None for None."""
-    if copied is not None:
-        copied.synchronize()
-    return value.item() if torch.is_tensor(value) else value
+class _Copied:
+    """A number of the device on its way to the host, or one that the host has."""
 
+    def __init__(self, value):
+        self._value, self._there = value, None
+        if not torch.is_tensor(value) or value.device.type == "cpu":
+            return
+        accelerator = get_accelerator()
+        self._value = accelerator.pin_memory(torch.empty((), dtype=value.dtype))
+        self._there, self._stream = accelerator.Event(), accelerator.current_stream()
+        self._value.copy_(value.detach().reshape(()), non_blocking=True)
+        self._there.record()
 
-def _copied(loss):
-    """``(copy, event)``: of a device's number a copy on the host, which is there at the event. That is over when the
-    next step has read its norm, so that nothing waits for it."""
-    if not torch.is_tensor(loss) or loss.device.type == "cpu":
-        return loss, None
-    accelerator = get_accelerator()
-    copy, event = accelerator.pin_memory(torch.empty((), dtype=loss.dtype)), accelerator.Event()
-    copy.copy_(loss.detach().reshape(()), non_blocking=True)
-    event.record()
-    return copy, event
+    def read(self, waits):
+        """The number; None for None. ``waits`` False: the host has waited for later work of the current stream."""
+        if self._there is not None and (waits or self._stream != get_accelerator().current_stream()):
+            self._there.synchronize()
+        return self._value.item() if torch.is_tensor(self._value) else self._value

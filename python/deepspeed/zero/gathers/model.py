@@ -1,10 +1,12 @@
 """A whole model at ZeRO stage 3: sharding it, moving it, and the link between its parameters and the engine."""
 
 import contextlib
+import typing
 import weakref
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.zero.parameters import sharded_parameter as sharding
 from deepspeed.zero.parameters.loading import follow_loading
 from deepspeed.zero.parameters.param_ranks import broadcast_own_buffers, ranks_of
@@ -55,6 +57,26 @@ def detach(module, group, copies):
 def _own_accesses(params):
     groups = {id(r.copies): r.copies for r in map(ranks_of, params) if r is not None}
     return {key: sharding.ShardAccess.of_group(group, group) for key, group in groups.items()}
+
+
+class _Wishes(typing.NamedTuple):
+    """ZeRO++ as ``zero.Init`` was told: ``size`` of the groups with a second copy (0: none was named), and whether
+    parameters, or the frozen ones, are coded."""
+
+    size: int = 0
+    codes_weights: bool = False
+    codes_frozen: bool = False
+
+
+def wishes_of(module):
+    """Returns what ``zero.Init`` was told about the parameters of ``module``."""
+    accesses = {id(p.ds_access): p.ds_access for p in module.parameters() if sharding.is_sharded(p)}.values()
+    groups = [access.second_group for access in accesses if access.second_group is not None]
+    return _Wishes(
+        dist.get_world_size(groups[0]) if groups else 0,
+        any(access.codes_weights for access in accesses),
+        any(access.codes_frozen for access in accesses),
+    )
 
 
 @torch.no_grad()

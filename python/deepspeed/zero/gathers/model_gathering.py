@@ -5,7 +5,7 @@ import weakref
 
 from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.gathers import linear
-from deepspeed.zero.gathers.module_hooks import ModuleHooks, unit_parameters
+from deepspeed.zero.gathers.module_hooks import ModuleHooks
 from deepspeed.zero.parameters.sharded_parameter import _acquire, _release, is_sharded
 
 
@@ -37,14 +37,15 @@ class ModelGathering:
             _invalidate_trace=lambda: None,
             reset_step=lambda: None,
         )
-        self.linear = linear.scope() if mem_efficient_linear else None
-        self.hooks = ModuleHooks(core, granularity, self.linear)
+        keeps_weight = mem_efficient_linear and not core.gatherer.has_all
+        self.linear = linear.scope() if keeps_weight else None
+        self.hooks = ModuleHooks(core, granularity, self.linear, core.gatherer.max_live // 2)
         self.backward_hooks = []
         self._held = {}  # what pre_sub_module_* has gathered: id of the module -> lists of parameters
         self.mem_efficient_linear = mem_efficient_linear
         # A dropped engine takes its hooks off, too.
         weakref.finalize(self, self.hooks.remove).atexit = False
-        if mem_efficient_linear:
+        if keeps_weight:
             for param in sharded_parameters_of(module):
                 param.ds_access.efficient_linear = True
         self.setup_zero_stage3_hooks()
@@ -77,7 +78,7 @@ class ModelGathering:
     # ---- for callers that run modules without their hooks ------------------------------------------------------------
     def pre_sub_module_forward_function(self, sub_module):
         """Gathers what the hooks would gather before the forward of ``sub_module``, until the function after it."""
-        params, _ = unit_parameters(sub_module, self.hooks.granularity)
+        params, _ = self.hooks.unit_of(sub_module)
         _acquire(params)
         self._held.setdefault(id(sub_module), []).append(params)
 

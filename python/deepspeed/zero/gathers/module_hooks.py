@@ -1,5 +1,6 @@
 """Hooks that gather the parameters of a module while it runs. What they do is in csrc/zero/gathers/param_gatherer.h."""
 
+import collections
 import copyreg
 import inspect
 
@@ -49,52 +50,89 @@ def _refuse_constant_inputs(module, args, kwargs=None):
         )
 
 
-def unit_parameters(module, granularity=0):
-    """``(parameters, whether the module's children belong to it)``."""
-    whole = z3_leaf_module(module) or _is_fine_grained(module, granularity)
+def unit_parameters(module, granularity, whole):
+    """``(parameters, whether the module's children belong to it)``; ``whole``: they do."""
+    whole = whole or z3_leaf_module(module) or _is_fine_grained(module, granularity)
     params = list(dict.fromkeys(module.parameters(recurse=whole)))
     params += [p for p in module.__dict__.get("_external_params", {}).values() if p not in set(params)]
     return [p for p in params if is_sharded(p)], whole
 
 
+def _is_called(module):
+    """Whether the module has a forward of its own: a ModuleList, for example, has none, and its hooks would not run."""
+    return type(module).forward is not torch.nn.Module.forward
+
+
 def _is_fine_grained(module, granularity):
     """Whether modules inside are so small that gathering them one by one costs more than it saves."""
-    if granularity <= 0 or not any(True for _ in module.children()):
+    if granularity <= 0 or not _is_called(module) or not any(True for _ in module.children()):
         return False
     inside = [m for m in module.modules() if m is not module]
     numel = sum(map(numel_of, module.parameters()))
     return numel / len(inside) < granularity
 
 
-class ModuleHooks:
-    """Installs and removes the hooks of a model tree."""
+_MOST_OF_MODEL = 1 / 3  # of the elements of a model: a larger block is not one of many
 
-    def __init__(self, core, granularity=0, linear=None):
-        self.core, self.linear = core, linear
-        self.granularity = granularity
+
+def repeated_blocks(root, most):
+    """The blocks of a model: modules with sub-modules, of one class, side by side in a ``ModuleList`` or the like. Of
+    blocks inside of blocks the outer ones, with at most ``most`` elements and a third of the elements of the model."""
+    most = min(most, _MOST_OF_MODEL * sum(map(numel_of, root.parameters())))
+    found, open_modules = [], [root]
+    while open_modules:
+        module = open_modules.pop()
+        side_by_side = not _is_called(module) or isinstance(module, torch.nn.Sequential)
+        classes = collections.Counter(map(type, module.children())) if side_by_side else {}
+        for child in module.children():
+            parts = any(True for _ in child.children()) and _is_called(child)
+            if parts and classes.get(type(child), 0) > 1 and sum(map(numel_of, child.parameters())) <= most:
+                found.append(child)
+            else:
+                open_modules.append(child)
+    return found
+
+
+class ModuleHooks:
+    """Installs and removes the hooks of a model tree. ``most``: elements of a block that is gathered as one unit."""
+
+    def __init__(self, core, granularity=0, linear=None, most=0):
+        self.core, self.linear, self.most = core, linear, most
+        self.granularity, self.blocks = granularity, set()
+        self.by_blocks = core.gatherer.looks_ahead
         self.forward_hooks = []
 
     def install(self, root):
-        """Hooks on ``root`` for the whole call, and on every module with parameters that come and go."""
+        """Hooks on ``root`` for the whole call, and on every module with parameters that come and go. Where gathering
+        takes waiting for other ranks or for other memory, or blocks are compiled, a block of the model comes and goes
+        as one."""
+        if self.by_blocks and self.granularity == 0:
+            self.blocks = set(repeated_blocks(root, self.most))
         self._install(root)
         self._first(root, _native._C.EnterHook(self.core, -1, self.linear))
         # After the root's own unit, which the end of the whole call would forget.
         self._hook(root.register_forward_hook, _native._C.LeaveHook(self.core, -1, self.linear))
 
-    def _install(self, module):
-        params, whole = unit_parameters(module, self.granularity)
+    def unit_of(self, module):
+        """``(parameters, whether the module's children belong to it)``."""
+        return unit_parameters(module, self.granularity, module in self.blocks)
+
+    def _install(self, module, block=-1):
+        """``block``: the unit of the block that the module is a part of. Its own unit is for calls outside of that."""
+        params, whole = self.unit_of(module)
+        is_block, unit = module in self.blocks, block
         if any(not p.ds_persist for p in params):
-            unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
+            unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params], block)
             module.__dict__["_ds_hook_unit"] = EngineLink(self.core, unit)
             self._first(module, _native._C.EnterHook(self.core, unit, self.linear))
             self._hook(module.register_forward_hook, _native._C.LeaveHook(self.core, unit, self.linear))
         if z3_leaf_module(module):
             self._first(module, _refuse_constant_inputs)
-        if whole:
+        if whole and not is_block:
             return
         for child in module.children():
             if child.__dict__.get("_ds_hook_unit") is None:
-                self._install(child)
+                self._install(child, unit if is_block else block)
 
     def _first(self, module, hook):
         """Before the hooks that the module has: those may compute with its weights, as spectral_norm does."""

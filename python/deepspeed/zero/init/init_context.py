@@ -110,7 +110,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     ``offload_param.nvme_path``; None: where ``offload_param`` of the configuration says, "none": nowhere.
     ``config_dict_or_path`` (``config``): the configuration that the model will be trained with.
     ``enabled=False`` does nothing. ``mpu``: its data-parallel group is used. Contexts may be nested; the innermost
-    counts. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
+    counts. ``zero_param_parallel_group`` (the ranks that have a second copy together, hpZ), ``zero_quantized_weights``
+    and ``zero_quantized_nontrainable_weights`` (frozen parameters) are what the engine does that trains the model, as
+    the keys of the configuration are; parameters without an engine are slices in their own dtype. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
     again inside ``GatheredParameters`` or when an engine runs the model.
     """
 
@@ -145,14 +147,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if self.dtype is None and found is None and module is None:
             self.dtype = torch.float16
         self._off_meta = {}  # id of a parameter on the meta device -> (it, its replacement, its name)
-        for value, name in (
-            (zero_quantized_weights, "zero_quantized_weights"),
-            (zero_quantized_nontrainable_weights, "zero_quantized_nontrainable_weights"),
-            (param_swapper, "param_swapper"),
-            (zero_param_parallel_group, "zero_param_parallel_group"),
-        ):
-            if value:
-                raise NotImplementedError(f"zero.Init: {name} is not supported yet; leave it out")
+        if param_swapper:
+            raise NotImplementedError("zero.Init: param_swapper is not supported yet; leave it out")
         try:
             remote = None if remote_device is None else OffloadDeviceEnum(remote_device)
         except ValueError:
@@ -181,6 +177,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         group = group or (EngineMesh(mpu).dp_group if mpu is not None else None)
         group = self._sharing_ranks(group, zero)
         self.access = sharding.ShardAccess.of_group(group)
+        self.access.second_group = zero_param_parallel_group
+        self.access.codes_weights = bool(zero_quantized_weights)
+        self.access.codes_frozen = bool(zero_quantized_nontrainable_weights)
         problem = _contradicting_single_rank_pg_error(self.access.world, group is not None)
         if problem:
             raise RuntimeError(problem)

@@ -105,7 +105,7 @@ class Restore:
     def states(self):
         """Moments, steps and hyperparameters."""
         for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups, self.options):
-            left = {"names", "params"}
+            left = {"names", "params", *getattr(self.optimizer, "script_keys", ())}
             if self.stepping.fused and "step" not in group:  # FusedAdam has it in its groups, others do not
                 left.add("step")
             group.update({key: value for key, value in values.items() if key not in left})

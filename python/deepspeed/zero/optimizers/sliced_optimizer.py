@@ -152,7 +152,14 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
             pass
 
     def quantize_nontrainable_params(self):
-        """Frozen weights stay as they are: ZeRO++ for frozen weights is off."""
+        """Parameters that do not need gradients rest, and are gathered, as codes of 8 bits from now on (MixZ++). Every
+        rank calls it. The decoded values are their values. A frozen parameter that the optimizer has takes these values,
+        and rests in its own dtype."""
+        self.core.code_frozen()
+
+    def invalidate_secondary_tensor(self):
+        """The next forward makes the second copy of the parameters anew (hpZ). Every rank calls it."""
+        self.core.gatherer.invalidate_copies()
 
     def destroy(self):
         self.parameter_offload.destroy()

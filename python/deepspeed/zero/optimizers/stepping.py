@@ -44,6 +44,7 @@ class Stepping:
     def __init__(self, core, optimizer, masters, names, scaler=None, check=False, clip=0.0, rank=0):
         self.core, self.optimizer, self.masters, self.names = core, optimizer, masters, names
         self.scaler, self.check, self.clip, self.rank = scaler, check, clip, rank
+        self.exchanges = None  # of an optimizer of ours
         self.in_files = None  # StatesInFiles of an optimizer that is not native
         self.need_all = False  # a parameter without a gradient is an error
         # Called with the norm when it is known and nothing has changed; with False, too, where no update follows.
@@ -73,6 +74,8 @@ class Stepping:
         given = {master: state for master in self.masters if (state := optimizer.state.get(master))}
         optimizer.state.update(self._views())
         optimizer.fused_state = self
+        self.exchanges = _native._C.SignExchanges(self.core)
+        self._tell()
         if given:  # of steps that it has made, or of load_state_dict
             optimizer.state.update(given)
             self.adopt()
@@ -99,8 +102,8 @@ class Stepping:
         """Returns the call that makes the step, which ``end`` has to follow: of an optimizer of ours its own ``step``,
         so that hooks on it see the step.
 
-        ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made when it is known that the step is
-        not skipped, before anything changes: if it raises, nothing has changed, gradients included.
+        ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made before anything changes: if it
+        raises, nothing has changed, gradients included. If the step is skipped, it is undone.
         """
         self.move, self._made = move, False
         return self.optimizer.step if self.fused else self.step
@@ -127,7 +130,7 @@ class Stepping:
                 move.undo()
             raise
         if move is not None:
-            move.keep()
+            move.undo() if report.skipped else move.keep()
         self._made = True
         if self.inspect is not None and report.skipped:
             self.inspect(report.norm, False)
@@ -152,8 +155,18 @@ class Stepping:
 
     def expect(self):
         """Before a backward after which a step follows: some strategies of the step begin with it meanwhile."""
-        if self.fused and self.core.expects_steps:
+        if self.fused and (self.core.expects_steps or self.exchanges.active):
             self.core.expect_step(self._inputs(None))
+
+    def _tell(self):
+        """Hyperparameters decide whether ranks add up their gradients before the first step."""
+        if self.exchanges.active:
+            self.core.expect_step(self._inputs(None))
+
+    def forget_exchanges(self):
+        """States were loaded: the errors of exchanges start from zero."""
+        self.core.restore_strategy(self.core.strategy_counters())
+        self._tell()
 
     def _inputs(self, move):
         inputs = _native._C.StepInputs(
@@ -162,6 +175,7 @@ class Stepping:
             check=self.check,
             name_nonfinite=self.check or not self._warned_not_finite,
             before_update=None if move is self.inspect is None else functools.partial(self._before_update, move),
+            norm_first=self.inspect is not None,
         )
         rules = getattr(self.scaler, "rules_and_state", lambda: None)()
         if rules is not None:
@@ -191,7 +205,7 @@ class Stepping:
     def _explain_overflow(self, nonfinite):
         """Says which gradients were not finite, on the rank that produced them."""
         text = _first(f"parameter '{name}' has {kind}" for name, kind in nonfinite)
-        if not self.check:
+        if not self.overflow:
             if not self._warned_not_finite:
                 self._warned_not_finite = True
                 logger.warning(

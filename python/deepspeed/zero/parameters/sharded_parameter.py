@@ -73,11 +73,15 @@ class ShardAccess:
         self.copies = copies if copies is not None else group  # every rank that trains the same parameters
         self.efficient_linear = False  # see zero.linear
         self.checks_writes = False  # a write into gathered values without a modifier_rank is an error
+        self.second_group = None  # the ranks that have a second copy together (hpZ)
+        self.codes_weights = self.codes_frozen = False  # asked for by zero.Init
         self.give_up = None  # see zero.model.take_over
 
     def through(self, core):
         """The same through the ``core`` of an engine."""
-        return ShardAccess(self._gatherer, self.group, self.world, self.rank, self.copies, core)
+        access = ShardAccess(self._gatherer, self.group, self.world, self.rank, self.copies, core)
+        access.second_group = self.second_group
+        return access
 
     @property
     def core(self):
@@ -135,7 +139,13 @@ class ShardedParameter(torch.nn.Parameter):
 
     ds_numel, ds_persist = forwarded("ds_handle.numel", False), forwarded("ds_handle.persistent", False)
     ds_world_size = forwarded("ds_handle.parts", False)
-    ds_process_group = ds_zero_param_process_group = forwarded("ds_access.group", False)
+    ds_process_group = forwarded("ds_access.group", False)
+    ds_zero_param_process_group = forwarded("ds_access.second_group", False)
+    ds_secondary_tensor = forwarded(
+        "ds_handle.second",
+        False,
+        "This rank's part of the copy that its group of ranks has beside the slices (hpZ), flat; None without one.",
+    )
 
     @property
     def data(self):
@@ -158,13 +168,14 @@ class ShardedParameter(torch.nn.Parameter):
         a forward of the engine is what all read in it: a rank that has written waits for the others to come there, and
         a rank that was there already without a write gets an error. Before ``GatheredParameters`` outside of a forward
         the script calls ``dist.barrier()``.
-        Where slices rest in files (``offload_param``) each access reads a copy, and ``ds_tensor.data = values`` writes.
+        Where slices rest in files (``offload_param``) or as codes (MixZ++) each access reads a copy, and
+        ``ds_tensor.data = values`` writes. With hpZ all ranks write before the same forward, or none does.
         """
         handle = self.ds_handle
         shard = handle.shard
         known = {"status": ZeroParamStatus.AVAILABLE, "ds_numel": shard.numel(), "final_location": None}
-        if handle.in_file:
-            known["final_location"] = OffloadDeviceEnum.nvme
+        if handle.in_file or handle.rests_as_codes:
+            known["final_location"] = OffloadDeviceEnum.nvme if handle.in_file else None
             return OwnSlice.of(shard, handle.name, handle.set_slice, self._before_slice_write, **known)
         found = self.__dict__.get("_ds_slice")
         if found is None or not found.shows(shard):
@@ -284,7 +295,6 @@ def _dress(param, handle, access):
         ds_id=handle.id,
         ds_param_type=ZeroParamType.PARTITIONED,
         ds_active_sub_modules=set(),
-        ds_secondary_tensor=None,
     )
 
 

@@ -128,10 +128,12 @@ class OwnedStates:
         return 4 * sum(numel for _, _, numel in core.pieces()) * (1 + max(len(core.slot_names()), kinds))
 
     def tensors(self):
-        """Masters and states as they are in memory; None for one that is elsewhere."""
+        """Masters and states as they are in memory; None for one that is elsewhere. Masters that are the memory of
+        parameters of a sharded model with one rank are left out: programs write to them."""
         core = self._stepping.core
         slots = (core.slots(number) for number in range(len(core.slot_names())))
-        return [*core.masters(), *(tensor for slot in slots for tensor in slot)]
+        are_weights = core.gatherer is not None and core.gatherer.has_all and not core.planes("master")
+        return [*([] if are_weights else core.masters()), *(tensor for slot in slots for tensor in slot)]
 
 
 # ---- what is saved by name, without opening it ---------------------------------------------------------------------

@@ -104,10 +104,10 @@ std::bitset<kCalls> calls_before(const Device& device, void* stream) {
   return places;
 }
 
-void add_caller(World& world, int rank) {
+void add_caller(World& world, int rank, int caller) {
   for (int& thread : world.callers[rank]) {
-    if (thread == this_thread()) return;
-    if (!thread) return static_cast<void>(thread = this_thread());
+    if (thread == caller) return;
+    if (!thread) return static_cast<void>(thread = caller);
   }
 }
 
@@ -151,22 +151,29 @@ int perform(const std::vector<Queued>& calls) {
     call.number = call.verb == kSend   ? world.sends[comm->rank][call.peer]++
                   : call.verb == kRecv ? world.receives[comm->rank][call.peer]++
                                        : world.collectives[comm->rank]++;
-    add_caller(world, comm->rank);
+    add_caller(world, comm->rank, this_thread());
     operation->calls.emplace_back(comm, &call);
   }
   const int result = queue(lock, std::move(operation), ranges);
   if (result != kOk) return refused(result, job().ended ? job().reason : "the communicator was aborted");
-  if (local().busy == 0) return kOk;
-  for (const Queued& queued : calls) queued.comm->busy = local().busy;
-  return kInProgress;
+  return kOk;
+}
+
+// Whether the call was to stay in the library; returns when its communicator is aborted.
+bool hung(Lock& lock, const char* function, Comm* given) {
+  if (local().hangs.erase(function) == 0) return false;
+  const CommPtr comm = local().alive.at(given);
+  while (local().alive.count(given)) lock.wait(comm->device);
+  return true;
 }
 
 int enqueue(const char* function, Verb verb, const void* in, void* out, size_t count, int type, int op, int peer,
             Comm* comm, void* stream) {
   {
-    const Lock lock;
+    Lock lock;
     if (const int told = failure(function)) return told;
     if (!local().alive.count(comm) || peer >= job().worlds[comm->world].size) return kInvalidArgument;
+    if (hung(lock, function, comm)) return kInternal;
     ++local().counts[function];
   }
   if (type < 0 || type > 11 || !count || (verb != kRecv && !in && verb != kBroadcast)) return kInvalidArgument;
@@ -196,11 +203,20 @@ void forget(int index) {
   sweep();
 }
 
+void let_go(const Comm& comm) {
+  --job().devices[comm.device].communicators;
+  --local().communicators;
+  if (--job().worlds[comm.world].alive == 0) forget(comm.world);
+  if (--job().communicators == 0) job().ended = kOk;
+  if (local().communicators == 0) local().queues.clear();
+}
+
 int end(Comm* given, const char* how) {
   Lock lock;
   const auto found = local().alive.find(given);
   if (found == local().alive.end()) return kInvalidArgument;
   const CommPtr comm = found->second;
+  if (comm->joining) std::abort();  // a real NCCL would free what the initialisation uses
   local().alive.erase(found);
   for (const Queued& queued : group)
     if (queued.comm == given) std::abort();  // a real NCCL would touch freed memory at the end of the group
@@ -208,20 +224,14 @@ int end(Comm* given, const char* how) {
   local().counts["registrations lost"] += static_cast<int64_t>(comm->registered.size());
   World& world = job().worlds[comm->world];
   Device& device = job().devices[comm->device];
-  if (std::string(how) == "aborted") {
-    world.aborted = true;
-    lock.changed(world);
-  }
+  if (std::string(how) == "aborted") world.aborted = true;
+  lock.changed(world);
   const auto left = [&] {
     return std::any_of(device.calls, device.calls + device.top,
                        [&](const Call& call) { return call.waits() && call.world == comm->world; });
   };
   while (left()) lock.wait(comm->device);
-  --device.communicators;
-  --local().communicators;
-  if (--world.alive == 0) forget(comm->world);
-  if (--job().communicators == 0) job().ended = kOk;
-  if (local().alive.empty()) local().queues.clear();
+  let_go(*comm);
   return kOk;
 }
 
@@ -272,10 +282,10 @@ FAKE const char* ncclGetLastError(Comm*) {
 FAKE int ncclCommInitRankConfig(Comm** made, int size, Id id, int rank, Config* config) {
   const std::string name(id.bytes, strnlen(id.bytes, sizeof(id.bytes)));
   const bool in_job = use_job(name.substr(0, name.find('\n'))) != nullptr;
-  const Lock lock;
+  Lock lock;
   if (const int told = failure("ncclCommInitRankConfig")) return told;
   if (!in_job) return refused(kInvalidUsage, "the id is of another job: set FAKE_NCCL_JOB to the same on all ranks");
-  if (config->magic != 0xcafebeef || config->version < 21400 || config->blocking != 0) return kInvalidArgument;
+  if (config->magic != 0xcafebeef || config->version < 21400 || config->blocking != 1) return kInvalidArgument;
   auto& worlds = job().worlds;
   const auto called = [&](const char* wanted) {
     return static_cast<int>(
@@ -292,7 +302,7 @@ FAKE int ncclCommInitRankConfig(Comm** made, int size, Id id, int rank, Config* 
   world.size = size;
   world.here[rank] = true;
   world.device[rank] = device;
-  add_caller(world, rank);
+  add_caller(world, rank, acts_as() ? acts_as() : getpid());  // a helper of the main thread may join
   ++world.alive;
   ++job().devices[device].communicators;
   ++job().communicators;
@@ -302,29 +312,34 @@ FAKE int ncclCommInitRankConfig(Comm** made, int size, Id id, int rank, Config* 
   comm->rank = rank;
   comm->device = device;
   local().alive[*made = comm.get()] = comm;
-  ++local().counts["created"];
-  return kInProgress;
+  pthread_cond_broadcast(&job().joined);
+  const auto whole = [&] { return std::count(world.here, world.here + kRanks, true) == size; };
+  const int64_t given_up = local().joins_given_up;
+  while (!whole() && !world.aborted && !job().ended && given_up == local().joins_given_up) lock.wait(job().joined);
+  comm->joining = false;
+  if (whole() || world.aborted) return ++local().counts["created"], kOk;
+  const int result = job().ended ? job().ended : kSystem;
+  local().alive.erase(std::exchange(*made, nullptr));
+  world.here[rank] = false;
+  let_go(*comm);
+  return refused(result, "the other ranks have not come");
 }
 
 FAKE int ncclCommGetAsyncError(Comm* comm, int* result) {
   const Lock lock;
   if (!local().alive.count(comm)) return kInvalidArgument;
-  const World& world = job().worlds[comm->world];
-  const bool whole = std::count(world.here, world.here + kRanks, true) == world.size;
-  if (comm->async_error != kOk || job().ended)
-    *result = comm->async_error != kOk ? comm->async_error : job().ended;
-  else
-    *result = !whole || (comm->busy > 0 && comm->busy-- > 0) ? kInProgress : kOk;
+  ++local().counts["ncclCommGetAsyncError"];
+  *result = comm->async_error != kOk ? comm->async_error : job().ended;
   return kOk;
 }
 
 FAKE int ncclCommFinalize(Comm* comm) {
-  const Lock lock;
+  Lock lock;
   if (const int told = failure("ncclCommFinalize")) return told;
   if (!local().alive.count(comm)) return kInvalidArgument;
+  if (hung(lock, "ncclCommFinalize", comm)) return kInternal;
   ++local().counts["finalized"];
-  comm->busy = 2;
-  return kInProgress;
+  return kOk;
 }
 
 FAKE int ncclCommDestroy(Comm* comm) { return end(comm, "destroyed"); }
@@ -339,11 +354,13 @@ FAKE int ncclGroupEnd() {
   if (group_depth == 0) return kInvalidUsage;
   if (--group_depth > 0) return kOk;
   {
-    const Lock lock;
+    Lock lock;
     ++local().counts["groups"];
-    if (const int told = failure("ncclGroupEnd")) {
+    Comm* const first = group.empty() ? nullptr : group[0].comm;
+    const int told = failure("ncclGroupEnd");
+    if (told || (first && local().hangs.count("ncclGroupEnd"))) {
       group.clear();
-      return told;
+      return told ? told : hung(lock, "ncclGroupEnd", first) ? kInternal : kOk;
     }
   }
   return perform(std::exchange(group, {}));
@@ -482,10 +499,17 @@ FAKE void fake_nccl_async_error(int result) {
   local().last_error = "told to fail later";
   for (const auto& [key, comm] : local().alive) comm->async_error = result;
 }
-FAKE void fake_nccl_busy(int times) {
+FAKE void fake_nccl_hang(const char* function) {
   const Lock lock;
-  local().busy = times;
+  local().hangs.insert(function);
 }
+FAKE void fake_nccl_give_up_joins() {
+  const Lock lock;
+  ++local().joins_given_up;
+  pthread_cond_broadcast(&job().joined);
+}
+FAKE int fake_nccl_this_thread() { return this_thread(); }
+FAKE void fake_nccl_act_as(int thread) { acts_as() = thread; }
 FAKE const char* fake_nccl_report() {
   const Lock lock;
   return job().report;
@@ -495,6 +519,6 @@ FAKE void fake_nccl_reset() {
   local().counts.clear();
   local().failures.clear();
   local().last_error.clear();
-  local().busy = 0;
+  local().hangs.clear();
   job().report[0] = 0;
 }

@@ -13,7 +13,7 @@ struct Range {  // of memory that an operation reads or writes, as the caller of
 };
 
 // A device with streams of its own. Without one an equal cudaStream_t is an equal queue, which a thread works off, each
-// thread that joins a communicator is a device, and a call on the null stream returns when it has ended.
+// thread for which a communicator is joined is a device, and a call on the null stream returns when it has ended.
 struct DeviceCalls {
   int (*current)();  // the device that is current in the calling thread
   // Calls run(operation) when the stream gets there, on any thread. The stream goes on when that has returned. The
@@ -50,7 +50,11 @@ int fake_nccl_wait(void* stream, int64_t number);
 int64_t fake_nccl_count(const char* what);
 void fake_nccl_fail(const char* function, int result);  // the next call of it
 void fake_nccl_async_error(int result);  // as if the library's own threads had found it, in all communicators there are
-void fake_nccl_busy(int times);          // each call from now on is in progress so often
+void fake_nccl_hang(const char* function);  // its next call stays in the library until its communicator is aborted
+void fake_nccl_give_up_joins();             // those that wait for other ranks fail, as NCCL's own do after a while
+// The calling thread joins communicators for another one, whose number that has from the first function; 0: for itself.
+int fake_nccl_this_thread();
+void fake_nccl_act_as(int thread);
 // The queues of all ranks when this process was told of the job's end; "" if it has not ended since the last reset.
 const char* fake_nccl_report();
 void fake_nccl_reset();

@@ -85,7 +85,7 @@ struct World {
   int size, alive;
   bool here[kRanks], aborted;
   int device[kRanks];
-  int callers[kRanks][kCallers];  // threads that have joined or made calls: those that may make the next one
+  int callers[kRanks][kCallers];  // threads for which was joined or that made calls: they may make the next one
   int64_t collectives[kRanks], sends[kRanks][kRanks], receives[kRanks][kRanks];  // called
 };
 
@@ -101,6 +101,7 @@ struct Job {
   bool made;
   char name[128];
   pthread_mutex_t mutex;
+  pthread_cond_t joined;       // a rank has come to a communicator
   int communicators;           // alive
   int ended;                   // a Result, where it is not kOk
   int64_t watched;             // ns: when circles were looked for last
@@ -118,9 +119,14 @@ inline int64_t now() {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
+inline int& acts_as() {  // the thread for which the calling one joins a communicator; 0: for itself
+  static thread_local int other = 0;
+  return other;
+}
+
 inline int this_thread() {
   static thread_local const int id = static_cast<int>(syscall(SYS_gettid));
-  return id;
+  return acts_as() ? acts_as() : id;
 }
 
 inline void make_job(Job& job, const std::string& name) {
@@ -135,6 +141,7 @@ inline void make_job(Job& job, const std::string& name) {
   pthread_condattr_setpshared(&waits, PTHREAD_PROCESS_SHARED);
   pthread_condattr_setclock(&waits, CLOCK_MONOTONIC);
   for (Device& device : job.devices) pthread_cond_init(&device.changed, &waits);
+  pthread_cond_init(&job.joined, &waits);
   job.made = true;
 }
 

@@ -20,7 +20,7 @@ namespace fake_nccl {
 
 struct Comm {
   int world = 0, rank = 0, device = 0;
-  int busy = 0;  // how often InProgress is still said
+  bool joining = true;  // a thread is in its initialisation
   int async_error = kOk;
   std::set<void*> registered;
 };
@@ -53,7 +53,8 @@ struct Local {
   std::map<void*, Queue> queues;
   std::vector<Ahead> ahead;
   std::string last_error;
-  int busy = 0;  // for every call from now on: how often it says InProgress
+  std::set<std::string> hangs;  // functions whose next call stays in the library until its communicator is aborted
+  int64_t joins_given_up = 0;
   int64_t ids = 0;
   DeviceCalls device{};
 };
@@ -93,7 +94,8 @@ class Lock {
   ~Lock() { pthread_mutex_unlock(&job_.mutex); }
   Lock(const Lock&) = delete;
 
-  void wait(int device) {
+  void wait(int device) { wait(job_.devices[device].changed); }
+  void wait(pthread_cond_t& changed) {
     timespec until{};
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_nsec += 100'000'000;
@@ -101,8 +103,7 @@ class Lock {
       until.tv_nsec -= 1'000'000'000;
       ++until.tv_sec;
     }
-    if (pthread_cond_timedwait(&job_.devices[device].changed, &job_.mutex, &until) == EOWNERDEAD)
-      pthread_mutex_consistent(&job_.mutex);
+    if (pthread_cond_timedwait(&changed, &job_.mutex, &until) == EOWNERDEAD) pthread_mutex_consistent(&job_.mutex);
     look_for_circles();
   }
   void changed(int device) { pthread_cond_broadcast(&job_.devices[device].changed); }

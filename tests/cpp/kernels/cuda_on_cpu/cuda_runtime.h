@@ -91,6 +91,12 @@ T __shfl_down_sync(unsigned mask, T value, unsigned by, CUDA_ON_CPU_SITE) {
   return cuda_on_cpu::of_lane(mask, value, from < cuda_on_cpu::kWarp ? from : own, {file, line});
 }
 
+// Accesses that no order is needed for: nobody watches them.
+template <typename T>
+__attribute__((noinline, no_sanitize("thread"))) T atomicOr(T* data, T bits) {
+  return __atomic_fetch_or(data, bits, __ATOMIC_RELAXED);
+}
+
 inline unsigned __float_as_uint(float x) {
   unsigned bits;
   std::memcpy(&bits, &x, sizeof bits);

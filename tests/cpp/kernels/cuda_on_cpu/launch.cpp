@@ -80,6 +80,7 @@ void launch(void* stream, Grid grid, std::function<void()> thread) {
 using namespace cuda_on_cpu;
 
 void ds_cuda_on_cpu_set_runner(CudaOnCpuRunner to) { runner = to; }
+void ds_cuda_on_cpu_drop(void* work) { delete static_cast<Work*>(work); }
 void ds_cuda_on_cpu_set_orders(uint64_t to, int count) {
   seed = to;
   orders = count < 1 ? 1 : count > kOrders ? kOrders : count;

@@ -11,6 +11,8 @@ extern "C" {
 using CudaOnCpuRunner = const char* (*)(void* stream, void (*run)(void* work), void* work);
 // The runner of all launches from now on; null, the default: run(work) at once, so that memory may be the host's.
 __attribute__((visibility("default"))) void ds_cuda_on_cpu_set_runner(CudaOnCpuRunner runner);
+// For a runner: ends work that will not run.
+__attribute__((visibility("default"))) void ds_cuda_on_cpu_drop(void* work);
 // For a runner: visits the bytes that the last work of this thread has read and written; none with a sanitizer.
 __attribute__((visibility("default"))) void ds_cuda_on_cpu_accesses(void (*visit)(void* context, const void* begin,
                                                                                   size_t bytes, bool writes),

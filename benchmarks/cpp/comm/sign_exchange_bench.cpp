@@ -1,0 +1,84 @@
+// The mean of 25 million numbers over two ranks whose link is slow: as fp16 gradients, and as signs. Ranks are threads;
+// a message takes its bytes / rate longer.
+#include <ATen/Functions.h>
+#include <benchmark/benchmark.h>
+
+#include <chrono>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "comm/compressed/sign_exchange.h"
+#include "comm/transports/thread_communicator.h"
+#include "kernels/table.h"
+
+namespace ds::comm {
+namespace {
+
+constexpr int64_t kParams = 25, kNumel = 1'000'000;  // of each parameter
+
+class SlowLink : public Communicator {
+ public:
+  SlowLink(CommunicatorPtr inner, double bytes_per_s) : inner_(std::move(inner)), rate_(bytes_per_s) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string name() const override { return "slow"; }
+  bool carries(const Op& op) const override { return inner_->carries(op); }
+  PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
+
+ protected:
+  WorkPtr start(const Op& op) override {
+    const auto bytes = static_cast<double>(op.sent(rank(), size()) * op.whole().element_size());
+    inner_->run(op)->wait();
+    std::this_thread::sleep_for(std::chrono::duration<double>(bytes / rate_));
+    return std::make_shared<DoneWork>();
+  }
+
+ private:
+  const CommunicatorPtr inner_;
+  const double rate_;
+};
+
+// Both ranks make `calls` calls; call(rank, communicator) returns what a rank repeats.
+template <typename Make>
+void on_two(benchmark::State& state, const Make& make) {
+  const double bytes_per_s = static_cast<double>(state.range(0)) * 1e6 / 8;
+  for (auto _ : state) {
+    state.PauseTiming();
+    const auto threads = thread_communicators(2);
+    std::vector<std::function<void()>> calls;
+    for (int rank = 0; rank < 2; ++rank) calls.push_back(make(std::make_shared<SlowLink>(threads[rank], bytes_per_s)));
+    state.ResumeTiming();
+    std::thread second([&] { calls[1](); });
+    calls[0]();
+    second.join();
+  }
+}
+
+void BM_MeanOfHalves(benchmark::State& state) {
+  on_two(state, [](const CommunicatorPtr& ranks) {
+    const at::Tensor grads = at::ones({kParams * kNumel}, at::kHalf);
+    return [=] { ranks->all_reduce(grads, ReduceOp::kSum)->wait(); };
+  });
+}
+
+void BM_MeanOfSigns(benchmark::State& state) {
+  on_two(state, [](const CommunicatorPtr& ranks) {
+    const int64_t numel = kParams * kNumel;
+    std::vector<SignPart> parts;
+    for (int64_t i = 0; i < kParams; ++i) parts.push_back({i * kNumel, kNumel, i * slice_room(kNumel, 2)});
+    const at::Tensor values = at::sin(at::arange(numel, at::kFloat)), errors = at::zeros({numel}),
+                     owned = at::zeros({kParams * slice_room(kNumel, 2)});
+    const auto exchange = std::make_shared<SignExchange>(ranks, parts, false, [](const SignExchange::Call& call) {
+      call(*ds_code_kernels(kernels::kCodesAbi, "cpu"), {});
+    });
+    return [=] { exchange->mean(values, errors, owned, "values"); };
+  });
+}
+
+// Mbit/s.
+BENCHMARK(BM_MeanOfHalves)->Arg(100)->Arg(1000)->UseRealTime()->Unit(benchmark::kMillisecond)->Iterations(3);
+BENCHMARK(BM_MeanOfSigns)->Arg(100)->Arg(1000)->UseRealTime()->Unit(benchmark::kMillisecond)->Iterations(3);
+
+}  // namespace
+}  // namespace ds::comm

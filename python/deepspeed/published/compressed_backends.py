@@ -1,0 +1,30 @@
+"""The published backends of a compressed all-reduce, with the constructors that scripts call."""
+
+from deepspeed.comm.mpi_exchange import mpi_communicator
+from deepspeed.comm.sign_means import SignMeans
+
+
+class NcclBackend(SignMeans):
+    """A compressed all-reduce over the data-parallel ranks of ``mpu``, or over all ranks."""
+
+    def __init__(self, mpu=None):
+        super().__init__(None if mpu is None else mpu.get_data_parallel_group())
+
+
+class CompressedBackend(NcclBackend):
+    """The same, and signs as bytes."""
+
+    def pack(self, buffer, size):
+        """The signs of ``buffer`` as bytes, first element in the highest bit, in ``size`` rows."""
+        return self.packed(buffer).reshape(size, -1)
+
+    def unpack(self, buffer, size, dtype):
+        """1 or -1 for each bit of ``buffer``, in ``size`` rows."""
+        return self.unpacked(buffer).reshape(size, -1).to(dtype)
+
+
+class MpiBackend(SignMeans):
+    """The same over MPI. ``cuda_aware``: MPI reads memory of the device."""
+
+    def __init__(self, cuda_aware):
+        super().__init__(communicator=mpi_communicator(cuda_aware))
