@@ -34,7 +34,8 @@ const char* name_of(Purpose purpose) {
   return "unknown";
 }
 
-Job::Job(int rank, int world, Open open) : rank_(rank), world_(world), open_(std::move(open)) {
+Job::Job(int rank, int world, Open open, int ranks_of_host)
+    : rank_(rank), world_(world), open_(std::move(open)), ranks_of_host_(ranks_of_host) {
   if (rank < 0 || rank >= world)
     fail(ErrorKind::kValue, "rank ", rank, " is not in a job of ", world, " ranks: give one of 0 to ", world - 1);
 }

@@ -45,15 +45,20 @@ class Job {
   // tensors are there. Never called for one member.
   using Open = std::function<CommunicatorPtr(const std::string& key, const SubMesh& members, bool in_memory)>;
 
-  Job(int rank, int world, Open open);
+  // `ranks_of_host`: in a plan, whose ranks cannot tell each other their hosts, how many consecutive ranks share one;
+  // 0: all of them.
+  Job(int rank, int world, Open open, int ranks_of_host = 0);
   int rank() const { return rank_; }
   int world() const { return world_; }
+  // The planned host of a rank.
+  int planned_host(int rank) const { return ranks_of_host_ > 0 ? rank / ranks_of_host_ : 0; }
   // A new communicator at each call. The n-th call of each member with these arguments joins the same one.
   CommunicatorPtr open(const SubMesh& members, Purpose purpose, bool in_memory = false);
 
  private:
   const int rank_, world_;
   const Open open_;
+  const int ranks_of_host_;
   std::mutex mutex_;
   std::map<std::string, int> opened_;  // by members and purpose
 };

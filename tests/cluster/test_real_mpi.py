@@ -17,11 +17,27 @@ find = util.find_spec
 util.find_spec = lambda name, *rest: None if name == "mpi4py" else find(name, *rest)
 """
 
+SIGNS = """
+import os, torch, deepspeed
+rank, found = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)), []
+for backend in ("nccl", "mpi"):
+    torch.manual_seed(0)
+    params = {"lr": 0.01, "freeze_step": 2, "comm_backend_name": backend}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "OneBitAdam", "params": params}}
+    engine = deepspeed.initialize(model=torch.nn.Linear(40, 40), config=config)[0]
+    torch.manual_seed(rank)
+    for _ in range(6):
+        engine.backward(engine(torch.randn(2, 40)).square().sum())
+        engine.step()
+    found.append(torch.cat([p.detach().flatten() for p in engine.module.parameters()]))
+os.write(1, ("signs %s %.9f\\n" % (torch.equal(*found), float(found[0].double().sum()))).encode())
+"""
 
-def mpirun(cluster, folder, mpi, *more, python, **env):
+
+def mpirun(cluster, folder, mpi, *more, python, script=INIT, **env):
     if shutil.which(LINES[mpi][0]) is None:
         pytest.skip(f"{LINES[mpi][0]} not installed: tools/packages.sh cluster")
-    (folder / "init.py").write_text(INIT)
+    (folder / "init.py").write_text(script)
     env = variables(**env)
     exported = [word for name in NAMES if name in env and mpi == "openmpi" for word in ("-x", name)]
     return ended(popen(cluster.on_head(*LINES[mpi], *exported, *more, python, "init.py"), env))
@@ -31,6 +47,14 @@ def test_ranks_ask_mpi4py(cluster, folder, system_python):
     code, out, errors = mpirun(cluster, folder, "openmpi", python=system_python)
     assert code == 0, errors
     assert places(out) == [["h1", "0", "0", "3", "h1"], ["h1", "1", "1", "3", "h1"], ["h2", "2", "0", "3", "h1"]]
+    ends_clean(cluster)
+
+
+def test_signs_travel_by_mpi4py(cluster, folder, system_python):
+    code, out, errors = mpirun(cluster, folder, "openmpi", python=system_python, script=SIGNS)
+    assert code == 0, errors
+    said = [line for line in out.splitlines() if line.startswith("signs")]
+    assert len(said) == 3 and len(set(said)) == 1 and said[0].startswith("signs True"), out
     ends_clean(cluster)
 
 

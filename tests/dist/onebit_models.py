@@ -37,7 +37,7 @@ def section(kind, **params):
 
 
 def start(kind, dtype="fp32", seed=0, params=(), empty=True, **more):
-    """An engine in ``dtype``. ``params``: more parameters of the optimizer. ``empty``: the model has a parameter without
+    """An engine in ``dtype``. ``params``: more parameters of the optimizer. ``empty``: the model has one without
     elements."""
     if dtype == "fp16":
         more = {"fp16": {"enabled": True, "initial_scale_power": 8}, **more}
@@ -50,7 +50,7 @@ def start(kind, dtype="fp32", seed=0, params=(), empty=True, **more):
 
 def loss_on(engine, rank, step, micro=0):
     drawn = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    x = torch.randn(4, 12, generator=drawn).to(next(engine.module.parameters()).dtype)
+    x = torch.randn(4, 12, generator=drawn).to(engine.device, next(engine.module.parameters()).dtype)
     return (engine(x) - x[:, :4] * 2).float().square().mean()
 
 

@@ -1,6 +1,7 @@
 """Names that clients import at module level, and what they do between ranks."""
 
 import gc
+import os
 
 import torch
 
@@ -60,7 +61,14 @@ def _stages(rank, world):
     assert (groups.param_repli_size, groups.param_repli_rank) == (world // 2, rank // 2)
     scale_tensors([flat], 2.0)
     assert flat[-1] == 2.0 * (world - 1)
-    refused(NotImplementedError, "hierarchical_allgather", create_mics_comm_groups, 2, None, True)
+    assert groups.param_intra_node_group is groups.param_inter_node_shard_group is None
+    os.environ["DS_HOST_ID"] = "aabb"[rank] if world == 4 else ""
+    groups = create_mics_comm_groups(world, None, True)
+    if world == 4:
+        assert dist.get_all_ranks_from_group(groups.param_intra_node_group) == [[0, 1], [2, 3]][rank // 2]
+        assert dist.get_all_ranks_from_group(groups.param_inter_node_shard_group) == [rank % 2, rank % 2 + 2]
+    else:
+        assert groups.param_intra_node_group is None  # all ranks are on one host
 
 
 def _replaced(rank, world, told):
@@ -82,7 +90,11 @@ def _replaced(rank, world, told):
             raise AssertionError("nobody calls this")
 
     steps, broadcasts = [], []
-    config = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
     model = torch.nn.Linear(4, 1)
     engine = Engine(args=None, model=model, model_parameters=model.parameters(), config=config)
     engine._support_torch_style_backward = True

@@ -45,14 +45,20 @@ def config_of(stage, optimizer, tensor=1, split=()):
     return found
 
 
-def train(rank, world, folder, stage, optimizer, lora, tensor=1, split=()):
+def train(rank, world, folder, stage, optimizer, lora, tensor=1, split=(), zero=(), onebit=False):
+    """``zero``: more keys of zero_optimization. ``onebit``: 1-bit Adam, which freezes after 2 steps."""
     more = {}
     if stage is not None:
         from accelerate import PartialState
 
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")  # what accelerate would choose on a GPU; without one it has to be told
-        more = {"deepspeed": config_of(stage, optimizer, tensor, split)}
+        given = config_of(stage, optimizer, tensor, split)
+        given["zero_optimization"].update(dict(zero))
+        if onebit:
+            params = {"lr": "auto", "weight_decay": "auto", "freeze_step": 2, "bias_correction": True}
+            given["optimizer"] = {"type": "OneBitAdam", "params": params}
+        more = {"deepspeed": given}
         more["accelerator_config"] = {"use_configured_state": True}
     arguments = transformers.TrainingArguments(
         output_dir=os.path.join(folder, "out"), per_device_train_batch_size=4 * tensor // world,
@@ -124,6 +130,34 @@ def test_trainer_with_a_lora(model_folder, plain, stage):
     pytest.importorskip("peft", reason="peft is not installed")
     got = run_ranks(2, train, model_folder, stage, False, True, fresh=True, timeout=120)
     assert got[0] == pytest.approx(plain(True), abs=1e-5)
+
+
+# ---- compressed communication ----------------------------------------------------------------------------------------
+ZEROPP = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
+
+
+def test_trainer_with_zeropp(model_folder, plain):
+    got = run_ranks(2, train, model_folder, 3, True, False, 1, (), ZEROPP, fresh=True, timeout=120)
+    assert got[0] == pytest.approx(plain(False), rel=0.01) and got[0] != pytest.approx(plain(False), abs=1e-6)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(os.path.join(model_folder, "saved3"))
+    assert all(value.isfinite().all() for value in loaded.state_dict().values())
+
+
+def test_trainer_with_coded_frozen_weights(model_folder, plain):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    codes = {"zero_quantized_nontrainable_weights": True}
+    got = run_ranks(2, train, model_folder, 3, False, True, 1, (), codes, fresh=True, timeout=120)
+    assert got[0] == pytest.approx(plain(True), rel=0.01)
+    base = transformers.AutoModelForCausalLM.from_pretrained(os.path.join(model_folder, "model"))
+    merged = peft.PeftModel.from_pretrained(base, os.path.join(model_folder, "saved3")).merge_and_unload()
+    assert all(value.isfinite().all() for value in merged.state_dict().values())
+
+
+def test_trainer_with_onebit_adam(model_folder, plain):
+    """Two steps are AdamW's; the third is the first of signs."""
+    got = run_ranks(2, train, model_folder, 0, True, False, 1, (), (), True, fresh=True, timeout=120)
+    assert got[0][:3] == pytest.approx(plain(False)[:3], abs=1e-5) and got[0] == got[1]
+    assert got[0][3] != pytest.approx(plain(False)[3], abs=1e-7) and got[0][3] < got[0][0]
 
 
 # ---- accelerate: saving as its documentation says ------------------------------------------------------------

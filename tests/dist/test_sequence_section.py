@@ -9,7 +9,7 @@ import torch
 
 import toy_transformers
 from deepspeed.comm.mesh import made_here
-from deepspeed.sequence import methods, weighted_loss
+from deepspeed.sequence import hf_attention, weighted_loss
 from deepspeed.utils import groups
 from harness import on_ranks
 from refusals import refused
@@ -48,7 +48,7 @@ def train_case(rank, world, heads, hosts, recompute, how):
     if recompute:
         model.gradient_checkpointing_enable()
     engine = start(model, size=world, **how)
-    with mock.patch.object(methods, "hosts_of", (lambda group: list(hosts)) if hosts else methods.hosts_of):
+    with mock.patch.object(hf_attention, "hosts_of", (lambda group: list(hosts)) if hosts else hf_attention.hosts_of):
         found, moved = [], 0
         for step in range(STEPS):
             tokens, labels = (one.chunk(world, 1)[rank] for one in batch_of(step))

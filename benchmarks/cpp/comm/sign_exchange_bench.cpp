@@ -3,11 +3,11 @@
 #include <ATen/Functions.h>
 #include <benchmark/benchmark.h>
 
-#include <chrono>
 #include <memory>
 #include <thread>
 #include <vector>
 
+#include "slow_link.h"
 #include "comm/compressed/sign_exchange.h"
 #include "comm/transports/thread_communicator.h"
 #include "kernels/table.h"
@@ -16,28 +16,6 @@ namespace ds::comm {
 namespace {
 
 constexpr int64_t kParams = 25, kNumel = 1'000'000;  // of each parameter
-
-class SlowLink : public Communicator {
- public:
-  SlowLink(CommunicatorPtr inner, double bytes_per_s) : inner_(std::move(inner)), rate_(bytes_per_s) {}
-  int rank() const override { return inner_->rank(); }
-  int size() const override { return inner_->size(); }
-  std::string name() const override { return "slow"; }
-  bool carries(const Op& op) const override { return inner_->carries(op); }
-  PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
-
- protected:
-  WorkPtr start(const Op& op) override {
-    const auto bytes = static_cast<double>(op.sent(rank(), size()) * op.whole().element_size());
-    inner_->run(op)->wait();
-    std::this_thread::sleep_for(std::chrono::duration<double>(bytes / rate_));
-    return std::make_shared<DoneWork>();
-  }
-
- private:
-  const CommunicatorPtr inner_;
-  const double rate_;
-};
 
 // Both ranks make `calls` calls; call(rank, communicator) returns what a rank repeats.
 template <typename Make>

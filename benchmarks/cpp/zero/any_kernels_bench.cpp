@@ -74,8 +74,9 @@ struct Step {
     table.finish_norm(launch, &sum, nullptr, kLossScale, kClip, true, &scale);
     kernels::UpdateArgs args;
     args.lp_dtype = DType::kBF16;
-    optim::run_pass(table, launch, optim::find_rule("adam"), 0, updates, args,
-                    {kRate, kBeta1, kBeta2, kEps, kDecay, 1, 1}, number, &scale);
+    const optim::Rule& adam = optim::find_rule("adam");
+    optim::run_pass(table, launch, adam, adam.passes[0], updates, args, {kRate, kBeta1, kBeta2, kEps, kDecay, 1, 1},
+                    number, &scale);
   }
 };
 

@@ -66,7 +66,7 @@ class AgreementForEachGather : public ShardSource {
     for (size_t i = 0; i < params_.size(); ++i) index_[params_[i].get()] = static_cast<int64_t>(i);
   }
 
-  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) override {
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead, Values) override {
     at::NoGradGuard no_grad;
     std::vector<ShardedParam*> absent;
     for (ShardedParam* param : missing(params))
@@ -101,7 +101,7 @@ class AgreementForEachGather : public ShardSource {
     }
   }
 
-  void refresh(const std::vector<ShardedParam*>&) override {}
+  void refresh(const std::vector<ShardedParam*>&, Values) override {}
   void before_write() override {
     drain();
     forget_ahead();

@@ -30,13 +30,14 @@ std::vector<plan::Axis> axes_of(const std::vector<AxisArgs>& given) {
 }
 
 // `open(key, ranks, in_memory)` returns a Communicator.
-comm::JobPtr make_job(int rank, int world, py::function open) {
+comm::JobPtr make_job(int rank, int world, py::function open, int ranks_of_host) {
   return std::make_shared<Job>(
       rank, world,
       [open = shared_function(std::move(open))](const std::string& key, const comm::SubMesh& members, bool in_memory) {
         py::gil_scoped_acquire locked;
         return (*open)(key, members.ranks, in_memory).cast<comm::CommunicatorPtr>();
-      });
+      },
+      ranks_of_host);
 }
 
 }  // namespace
@@ -63,7 +64,9 @@ DS_BINDINGS(m) {
       .value("EXPERTS", Purpose::kExperts)
       .value("TENSOR", Purpose::kTensor)
       .value("CONTROL", Purpose::kControl);
-  py::class_<Job, comm::JobPtr>(m, "Job").def(py::init(&make_job), "rank"_a, "world"_a, "open"_a);
+  py::class_<Job, comm::JobPtr>(m, "Job")
+      .def(py::init(&make_job), "rank"_a, "world"_a, "open"_a, "ranks_of_host"_a = 0)
+      .def("planned_host", &Job::planned_host, "rank"_a);
   py::class_<ProcessMesh, comm::ProcessMeshPtr>(m, "ProcessMesh")
       .def(py::init(&ProcessMesh::adopt), "own"_a, "job"_a)
       .def(py::init<ProcessGrid, comm::JobPtr, std::vector<int>>(), "grid"_a, "job"_a, "ranks"_a = std::vector<int>())

@@ -71,28 +71,6 @@ class Exchanges {
     device_.check();
   }
 
-  at::Tensor pack(const at::Tensor& values) {
-    const at::Tensor flat = values.to(at::kFloat).contiguous(), none = at::ones({1}, flat.options());
-    const at::Tensor bytes = at::empty({(flat.numel() + 7) / 8}, flat.options().dtype(at::kByte));
-    const kernels::SignRun run = {flat.data_ptr<float>(), nullptr, static_cast<size_t>(flat.numel()),
-                                  bytes.data_ptr<uint8_t>(), none.data_ptr<float>()};
-    device_.run([&](const kernels::Launch& launch) { device_.codes().encode_signs(launch, &run, 1); });
-    return bytes;
-  }
-
-  // 1 or -1 for each bit, a row for each byte.
-  at::Tensor unpack(const at::Tensor& bytes) {
-    if (bytes.scalar_type() != at::kByte)
-      fail(ErrorKind::kValue, "unpack needs a uint8 tensor, not ", bytes.toString());
-    const at::Tensor own = bytes.contiguous(), out = at::empty({own.numel(), 8}, own.options().dtype(at::kFloat));
-    const int64_t numel = out.numel();
-    const at::Tensor one = at::ones({1}, out.options());
-    const kernels::SignSum run = {
-        out.data_ptr<float>(), static_cast<size_t>(numel), own.data_ptr<uint8_t>(), one.data_ptr<float>(), 1, 0};
-    device_.run([&](const kernels::Launch& launch) { device_.codes().decode_signs(launch, &run, 1, 1.0f); });
-    return out;
-  }
-
  private:
   void check(const char* name, const at::Tensor& tensor, int64_t least) const {
     if (tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.device() == device_.device() &&
@@ -118,9 +96,7 @@ DS_BINDINGS(m) {
       "A communicator whose exchanges of bytes a function makes: call('all_to_all' or 'all_gather', in, out).");
   py::class_<Exchanges>(m, "SignExchange")
       .def(py::init<comm::CommunicatorPtr, const std::string&, int>(), "communicator"_a, "device"_a, "threads"_a)
-      .def("mean", &Exchanges::mean, Unlocked(), "values"_a, "errors"_a, "owned_errors"_a)
-      .def("pack", &Exchanges::pack, Unlocked(), "values"_a)
-      .def("unpack", &Exchanges::unpack, Unlocked(), "bytes"_a);
+      .def("mean", &Exchanges::mean, Unlocked(), "values"_a, "errors"_a, "owned_errors"_a);
 }
 
 }  // namespace ds::bindings

@@ -229,8 +229,9 @@ Field zero_section(std::string name, std::string doc) {
           })
           .absent_is_null(),
       integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off."),
-      boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.")
-          .not_built("hierarchical gathers of MiCS"),
+      boolean("mics_hierarchical_params_gather", false,
+              "With mics_shard_size: the ranks of a host keep a second copy of the model, as with "
+              "zero_hpz_partition_size, and gather from each other."),
       boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3)."),
       boolean("pipeline_loading_checkpoint", false,
               "The ranks of a machine load their masters and optimizer states one after the other (stage 3)."),

@@ -25,6 +25,15 @@ DS_CONFIG_CHAPTER(51, kTraining, "ZeRO++") {
       j.error({loco, blocks}, "gradients are not reduced as codes, so LoCo has no error to feed back.",
               "Set zero_quantized_gradients to true, or leave zeropp_loco_param out.");
   });
+  c.rule("mics_hierarchical_params_gather is for stage 3 with mics_shard_size.", [](RuleContext& j) {
+    const std::string zero = "zero_optimization.", gather = zero + "mics_hierarchical_params_gather";
+    if (!j.on(gather)) return;
+    if (j.integer(zero + "stage") != 3)
+      j.warn({gather, zero + "stage"}, "has no effect below ZeRO stage 3, where every rank has all parameters.");
+    else if (j.integer(zero + "mics_shard_size") <= 0)
+      j.warn({gather, zero + "mics_shard_size"},
+             "has no effect without mics_shard_size. zero_hpz_partition_size does the same for plain stage 3.");
+  });
   c.rule("zero_hpz_partition_size and mics_shard_size exclude each other.", [](RuleContext& j) {
     const std::string hpz = "zero_optimization.zero_hpz_partition_size", mics = "zero_optimization.mics_shard_size";
     if (j.integer(hpz) > 1 && j.integer(mics) > 0)

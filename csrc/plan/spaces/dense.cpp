@@ -9,10 +9,7 @@ SpaceAxes dense_axes(const SpaceQuery& query) {
   SpaceAxes made;
   (query.shards ? made.shard : made.replicas) = same_weights();
   if (query.shards) made.norm_over = {{made.shard}};
-  if (query.shards && query.grid.has("hpz.inner")) {
-    made.inner = {"hpz.inner"};
-    made.outer = {"hpz.groups"};
-  }
+  if (query.shards) add_second_copy(&made, query);
   add_model_axes(&made, query);
   return made;
 }

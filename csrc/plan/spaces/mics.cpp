@@ -9,6 +9,7 @@ namespace {
 
 SpaceAxes mics_axes(const SpaceQuery& query) {
   SpaceAxes made{{"dp.mics"}, {"dp.replicas"}, {{{"dp.mics"}}}};
+  add_second_copy(&made, query);
   add_model_axes(&made, query);
   return made;
 }

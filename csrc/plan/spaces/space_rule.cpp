@@ -45,4 +45,10 @@ void add_model_axes(SpaceAxes* space, const SpaceQuery& query, bool slices) {
       space->norm_over.push_back({{axis}, query.copied_along != axis});
 }
 
+void add_second_copy(SpaceAxes* space, const SpaceQuery& query) {
+  if (!query.grid.has("hpz.inner")) return;
+  space->inner = {"hpz.inner"};
+  space->outer = {"hpz.groups"};
+}
+
 }  // namespace ds::plan

@@ -59,5 +59,7 @@ inline Axes same_weights() { return {"dp", "sp"}; }
 // Appends the axes of other parts of the model, which end norm_over of each space: "tp", unless the ranks along it are
 // among the space's own (`slices` false), then "pp".
 void add_model_axes(SpaceAxes* space, const SpaceQuery& query, bool slices = true);
+// Sets the axes of a second copy of the parameters where the grid has them.
+void add_second_copy(SpaceAxes* space, const SpaceQuery& query);
 
 }  // namespace ds::plan

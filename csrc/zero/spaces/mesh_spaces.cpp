@@ -111,8 +111,11 @@ const comm::HostRanks& MeshSpaces::by_host(const Key& key) {
   const SpaceRanks& ranks = spaces_.at(key);
   const int size = ranks.shard->size(), rank = ranks.shard->rank();
   comm::HostRanks& made = by_host_[key];
-  std::vector<int64_t> hosts(static_cast<size_t>(size), 0);  // of a planned job: one host
-  if (size > 1 && !device_.is_meta()) {
+  const std::vector<int> job_ranks = mesh_->sub(ranks.axes.shard).ranks;
+  std::vector<int64_t> hosts;
+  if (size == 1 || device_.is_meta()) {
+    for (const int job_rank : job_ranks) hosts.push_back(mesh_->job().planned_host(job_rank));
+  } else {
     const at::Tensor all = comm::gather_numbers(*ranks.shard, at::full({1}, comm::host_id(), at::kLong), device_,
                                                 "which ranks share a host");
     hosts.assign(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + size);
@@ -121,7 +124,6 @@ const comm::HostRanks& MeshSpaces::by_host(const Key& key) {
   const size_t width = made.hosts.ranks[0].size();
   const bool even = all_of(made.hosts.ranks, [&](const auto& host) { return host.size() == width; });
   if (!even || made.hosts.ranks.size() == 1 || width == 1) return made;
-  const std::vector<int> job_ranks = mesh_->sub(ranks.axes.shard).ranks;
   const auto open_among = [&](const std::vector<int>& members, int place) {
     comm::SubMesh some;
     for (const int member : members) some.ranks.push_back(job_ranks[static_cast<size_t>(member)]);

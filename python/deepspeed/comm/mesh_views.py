@@ -6,6 +6,7 @@ from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import mesh
 from deepspeed.comm import process_group as dist
+from deepspeed.comm.hosts import hosts_of, runs_of_hosts
 from deepspeed.config.world import job_grid, sequence_ranks
 
 
@@ -137,12 +138,22 @@ def cut_for_mics(native, size):
     return mesh.group_over(native.ranks(["dp.mics"]))
 
 
-def cut_for_second_copy(native, size):
+def cut_for_second_copy(native, size, sharing=0):
     """Runs of ``size`` data-parallel ranks have a second copy of the model together (hpZ). Returns torch's group of
-    them. Raises ValueError where the size does not divide the ranks."""
-    to = [("groups", 0, ""), ("inner", size, "zero_optimization.zero_hpz_partition_size")]
+    them. ``sharing``: under MiCS, the ranks that share one copy of the model; ``size`` divides it. Raises ValueError
+    where the size does not divide the ranks."""
+    inner = ("inner", size, "zero_optimization.zero_hpz_partition_size")
+    to = [("copies", 0, ""), ("groups", sharing // size, ""), inner] if sharing else [("groups", 0, ""), inner]
     native.fold("hpz", SAME_WEIGHTS, to)
     return mesh.group_over(native.ranks(["hpz.inner"]))
+
+
+def cut_by_host(native, group, sharing):
+    """Runs of ranks of one host have a second copy of the model together (hierarchical gathers of MiCS). All ranks of
+    ``group``, which train the same parameters, call it. ``sharing``: the ranks that share one copy of the model.
+    Returns torch's group of a run; None where all that share a copy are on one host, or none of them are."""
+    size = runs_of_hosts(hosts_of(group), sharing)
+    return cut_for_second_copy(native, size, sharing) if 1 < size < sharing else None
 
 
 PIPELINE = "pipeline_model", "pipe"  # the names that mpus have for stages

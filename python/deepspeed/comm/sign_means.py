@@ -35,11 +35,3 @@ class SignMeans:
         """
         self._exchange(buffer_m).mean(buffer_m, worker_error, server_error)
         return buffer_m
-
-    def packed(self, values):
-        """The signs of a tensor, a bit for each: 1 for at least 0, most significant bit first."""
-        return self._exchange(values).pack(values)
-
-    def unpacked(self, packed):
-        """1.0 or -1.0 for each bit, a row for each byte."""
-        return self._exchange(packed).unpack(packed)

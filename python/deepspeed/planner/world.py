@@ -161,7 +161,7 @@ class World:
         dist.broadcast_object_list = self._broadcast_objects
         dist.distributed_c10d._store_based_barrier = _meet_nobody  # with which new_group ends in torch 1
         group_communicators.native_backends[NAME] = self._of_group
-        job = _native._C.Job(self.rank, self.size, self._open)
+        job = _native._C.Job(self.rank, self.size, self._open, self.machine.ranks_of_host)
         mesh.join_planned(NAME, self.rank, self.size, job)
 
     def _backend(self, store, rank, size, timeout):

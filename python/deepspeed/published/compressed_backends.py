@@ -2,6 +2,7 @@
 
 from deepspeed.comm.mpi_exchange import mpi_communicator
 from deepspeed.comm.sign_means import SignMeans
+from deepspeed.ops.codes import code_ops
 
 
 class NcclBackend(SignMeans):
@@ -16,11 +17,11 @@ class CompressedBackend(NcclBackend):
 
     def pack(self, buffer, size):
         """The signs of ``buffer`` as bytes, first element in the highest bit, in ``size`` rows."""
-        return self.packed(buffer).reshape(size, -1)
+        return code_ops().pack_signs(buffer).reshape(size, -1)
 
     def unpack(self, buffer, size, dtype):
         """1 or -1 for each bit of ``buffer``, in ``size`` rows."""
-        return self.unpacked(buffer).reshape(size, -1).to(dtype)
+        return code_ops().unpack_signs(buffer.reshape(-1), 8 * buffer.numel()).reshape(size, -1).to(dtype)
 
 
 class MpiBackend(SignMeans):

@@ -7,6 +7,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._compat import backward_id
+from deepspeed.comm.hosts import hosts_of
 from deepspeed.comm.mesh import made_here
 from deepspeed.log import log_dist_once, warning_once
 from deepspeed.sequence import exchange, methods, parallel_state, positions
@@ -144,7 +145,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if self.chunk:
             return None
         if self._size is None:
-            self._size = methods.exchanging(self.method, heads, methods.hosts_of(self.process_group))
+            self._size = methods.exchanging(self.method, heads, hosts_of(self.process_group))
             log_dist_once(methods.said(self.method, self._size, self.world_size, heads), ranks=[0])
         if self._size == self.world_size:
             return None

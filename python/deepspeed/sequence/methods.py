@@ -1,29 +1,12 @@
 """Methods by which ranks share an attention: some exchange tokens for heads, others pass keys and values in a ring."""
 
-from deepspeed import comm as dist
-from deepspeed._native import _C
+from deepspeed.comm.hosts import runs_of_hosts
 
 METHODS = ("auto", "ulysses", "ring", "both")
 
 
 def _divisors(ranks):
     return [size for size in range(1, ranks + 1) if ranks % size == 0]
-
-
-def runs_of_hosts(hosts):
-    """The largest number of neighbours that share a host wherever a multiple of it begins. ``hosts``: of each rank."""
-
-    def fits(size):
-        return all(len(set(hosts[start : start + size])) == 1 for start in range(0, len(hosts), size))
-
-    return max(size for size in _divisors(len(hosts)) if fits(size))
-
-
-def hosts_of(group):
-    """The host of each rank. Its ranks call it together."""
-    every = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, _C.host_id(), group=group)
-    return every
 
 
 def exchanging(method, heads, hosts, name="the model"):

@@ -27,6 +27,7 @@ struct Case {
   int expert = 1;     // ranks that share experts
   bool wide = false;  // the tensor-parallel ranks are among them
   int mics = 0;       // ranks that share one copy; 0: no MiCS
+  int inner = 0;      // those of them that have a second copy together; 0: there is none
 
   int world() const { return pp * dp * sp * tp; }
   ProcessGrid grid() const {
@@ -34,6 +35,8 @@ struct Case {
     const Axes line = wide ? Axes{"dp", "sp", "tp"} : same_weights();
     if (rule == "experts") made.fold("experts", line, {{"edp", 0, ""}, {"ep", expert, ""}});
     if (mics > 0) made.fold("dp", same_weights(), {{"replicas", 0, ""}, {"mics", mics, ""}});
+    if (inner > 0)
+      made.fold("hpz", same_weights(), {{"copies", 0, ""}, {"groups", mics / inner, ""}, {"inner", inner, ""}});
     return made;
   }
   std::string text() const {
@@ -138,6 +141,19 @@ TEST(SpaceRules, MicsIsASplitOfTheDenseRule) {
   EXPECT_EQ(grid.list(axes.shard, 5), (RankList{4, 5, 6, 7}));
   EXPECT_EQ(grid.list(axes.replicas, 5), (RankList{1, 5}));
   EXPECT_EQ(axes.way, "");  // "replicas" takes every bucket that has some
+  EXPECT_TRUE(axes.inner.empty() && axes.outer.empty());
+}
+
+TEST(SpaceRules, ASecondCopyIsInsideOneCopy) {
+  for (int mics : {0, 4}) {
+    const int inner = mics > 0 ? 2 : 0;
+    const Case c{1, 4, 2, 1, "dense", true, Along::kOthers, Along::kOthers, 1, false, mics, inner};
+    ProcessGrid grid = c.grid();
+    if (mics == 0) grid.fold("hpz", same_weights(), {{"groups", 0, ""}, {"inner", 2, ""}});
+    const SpaceAxes axes = space_axes({grid, "dense", true});
+    EXPECT_EQ(grid.list(axes.inner, 5), (RankList{4, 5}));
+    EXPECT_EQ(grid.list(axes.outer, 5), mics > 0 ? (RankList{5, 7}) : (RankList{1, 3, 5, 7}));
+  }
 }
 
 TEST(SpaceRules, ErrorsNameRuleAndAxis) {

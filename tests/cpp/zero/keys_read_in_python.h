@@ -265,6 +265,7 @@ inline const std::set<std::string> kReadInPython = {
     "zero_optimization.leaf_module.names",
     "zero_optimization.load_from_fp32_weights",
     "zero_optimization.memory_efficient_linear",
+    "zero_optimization.mics_hierarchical_params_gather",
     "zero_optimization.mics_shard_size",
     "zero_optimization.override_module_apply",
     "zero_optimization.pipeline_loading_checkpoint",

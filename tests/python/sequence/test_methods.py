@@ -2,7 +2,8 @@
 
 import pytest
 
-from deepspeed.sequence.methods import exchanging, runs_of_hosts, said
+from deepspeed.comm.hosts import runs_of_hosts
+from deepspeed.sequence.methods import exchanging, said
 from refusals import refused
 
 ONE, TWO = ["a"] * 4, ["a", "a", "b", "b"]
@@ -11,6 +12,7 @@ ONE, TWO = ["a"] * 4, ["a", "a", "b", "b"]
 def test_neighbours_on_one_host():
     assert runs_of_hosts(ONE) == 4 and runs_of_hosts(TWO) == 2 and runs_of_hosts(["a", "b"]) == 1
     assert runs_of_hosts(["a", "a", "a", "b"]) == 1 and runs_of_hosts(["a"] * 2 + ["b"] * 4) == 2
+    assert runs_of_hosts(ONE, 2) == 2 and runs_of_hosts(["a"] * 4 + ["b"] * 4, 8) == 4
 
 
 @pytest.mark.parametrize(

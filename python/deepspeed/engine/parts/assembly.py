@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
-from deepspeed.comm.mesh_views import cut_for_mics, cut_for_second_copy
+from deepspeed.comm.mesh_views import cut_by_host, cut_for_mics, cut_for_second_copy
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
@@ -228,14 +228,33 @@ class Assembly(Part):
             "clip_grad": engine.gradient_clipping(),
         }
 
-    def _second_copy(self, size, alone):
-        """Makes groups of ``size`` ranks that have a second copy of the parameters together (hpZ)."""
-        engine = self.engine
-        quantized = engine._config.zero_config.zero_quantized_weights
-        if alone and (size > 1 or quantized):
-            keys = ["zero_hpz_partition_size"] * (size > 1) + ["zero_quantized_weights"] * quantized
-            logger.info("%s: without effect, because one rank trains the model alone", " and ".join(keys))
-        if size > 1 and not alone:
+    def _second_copy(self, size, alone, mics):
+        """Makes groups of ``size`` ranks that have a second copy of the parameters together (hpZ), or, if the
+        configuration asks for hierarchical gathers of MiCS, of the ranks of one host among ``mics`` ranks."""
+        engine, zero = self.engine, self.engine._config.zero_config
+        asked = {
+            "zero_hpz_partition_size": size > 1,
+            "zero_quantized_weights": zero.zero_quantized_weights,
+            "mics_hierarchical_params_gather": zero.mics_hierarchical_params_gather and mics > 0,
+        }
+        keys = [key for key, on in asked.items() if on]
+        if alone:
+            if keys:
+                logger.info("%s: without effect, because one rank trains the model alone", " and ".join(keys))
+        elif mics > 0 and size > 1:
+            raise ValueError(
+                "zero_optimization.mics_shard_size: zero.Init was given zero_param_parallel_group, and the two exclude "
+                "each other: leave one of them out, or use mics_hierarchical_params_gather"
+            )
+        elif "mics_hierarchical_params_gather" in keys:
+            engine._access.access.second_group = cut_by_host(engine.parallel.mesh, engine.parallel.dp_group, mics)
+            if engine._access.access.second_group is None:
+                logger.info(
+                    "mics_hierarchical_params_gather: without effect, because the %d ranks that share one copy of the "
+                    "model are on one host, or do not divide into neighbours on hosts",
+                    mics,
+                )
+        elif size > 1:
             engine._access.access.second_group = cut_for_second_copy(engine.parallel.mesh, size)
 
     def _make_sliced_optimizer(self, optimizer, groups):
@@ -250,7 +269,8 @@ class Assembly(Part):
         take_over(engine.module)
         made_by = wishes_of(engine.module)
         engine._access = shard_model(engine.module, engine.parallel, group)
-        self._second_copy(zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else made_by.size, alone)
+        size = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else made_by.size
+        self._second_copy(size, alone, mics)
         options = self._core_options()
         codes = {"codes_weights": made_by.codes_weights, "codes_frozen": made_by.codes_frozen}
         engine.core, engine._param_names = build_core(groups, others=engine._unmanaged, **codes, **options)

@@ -1,5 +1,7 @@
-"""A small GPT that learns a text by optimizers whose ranks exchange signs, and by the plain ones beside them."""
+"""A small GPT that learns a text by optimizers whose ranks exchange signs, by ZeRO++, and by the plain ones beside
+them."""
 
+import os
 import statistics
 
 import torch
@@ -7,6 +9,7 @@ import torch
 import deepspeed
 
 VOCABULARY, LENGTH = 64, 32
+ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
 
 class Block(torch.nn.Module):
@@ -52,6 +55,7 @@ def text(seed, rows):
 
 
 def optimizers(steps, lr):
+    """The parameters of each kind of run."""
     warm = steps // 5
     adam = {"lr": lr, "weight_decay": 0.01, "betas": [0.9, 0.99], "bias_correction": True}
     lamb = {**adam, "lr": 5 * lr}
@@ -59,7 +63,9 @@ def optimizers(steps, lr):
     zero_one = {"var_freeze_step": warm, **intervals}
     return {
         "AdamW": adam,
+        "ZeRO++": adam,
         "OneBitAdam": {**adam, "freeze_step": warm},
+        "OneBitAdam auto": {**adam, "freeze_step": "auto"},
         "ZeroOneAdam": {**adam, **zero_one},
         "Lamb": lamb,
         "OneBitLamb": {**lamb, "freeze_step": warm},
@@ -71,12 +77,16 @@ def train(rank, world, kind, steps, seed, width):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     net, lr = Gpt(width), 1e-3
+    name = "AdamW" if kind == "ZeRO++" else kind.split()[0]
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": kind, "params": optimizers(steps, lr)[kind]},
+        "optimizer": {"type": name, "params": optimizers(steps, lr)[kind]},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": steps // 20, "warmup_max_lr": lr}},
     }
+    if kind == "ZeRO++":
+        os.environ["DS_HOST_ID"] = "ab"[2 * rank // world]
+        config["zero_optimization"] = {"stage": 3, **ZEROPP, "zero_hpz_partition_size": world // 2}
     if "Lamb" in kind:
         config["scheduler"]["params"]["warmup_max_lr"] = 5 * lr
     engine, *_ = deepspeed.initialize(model=net, config=config)

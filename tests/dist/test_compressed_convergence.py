@@ -1,13 +1,13 @@
-"""A hundred steps of a small GPT: the optimizers whose ranks exchange signs learn as the plain ones do.
+"""A hundred steps of a small GPT: ZeRO++ and the optimizers whose ranks exchange signs learn as the plain ones do.
 
-``benchmarks/python/onebit_convergence.py`` trains for longer and compares means of several seeds."""
+``benchmarks/python/compressed_convergence.py`` trains for longer and compares means of several seeds."""
 
 import functools
 
 import pytest
 
 from harness import run_ranks
-from onebit_gpt import train
+from compressed_gpt import train
 
 
 @functools.lru_cache
@@ -26,3 +26,9 @@ def test_the_loss_is_near_the_plain_one(kind, plain, most):
     expected, full = loss_of(plain)
     assert loss < most * expected and loss < 3.0, (loss, expected)  # 4.16 before the first step
     assert sent < full / 3.9, (sent, full)
+
+
+@pytest.mark.slow
+def test_zeropp_learns_as_stage_3_does():
+    """Two hosts of one rank."""
+    assert loss_of("ZeRO++")[0] == pytest.approx(loss_of("AdamW")[0], rel=0.01)

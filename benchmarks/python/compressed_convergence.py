@@ -1,9 +1,9 @@
-"""The loss of optimizers whose ranks exchange signs, beside AdamW's and LAMB's, on a small GPT that learns text.
+"""The loss of ZeRO++ and of optimizers whose ranks exchange signs, beside AdamW's and LAMB's, on a small GPT.
 
-    python benchmarks/python/onebit_convergence.py [--steps 2000] [--seeds 3] [--ranks 4] [--width 128]
+    python benchmarks/python/compressed_convergence.py [--steps 2000] [--seeds 3] [--ranks 4] [--width 128]
 
 Prints a line for each optimizer: the mean over seeds of the loss of the last tenth of the steps, the ratio to the plain
-optimizer, and the bytes that a rank has sent for each element and step. It takes half an hour on two cores.
+optimizer, and the bytes that a rank has sent for each element and step. It takes an hour on two cores.
 """
 
 import argparse
@@ -15,7 +15,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path[:0] = [os.path.join(ROOT, "python"), os.path.join(ROOT, "tests", "dist"), os.path.join(ROOT, "tests")]
 
 from harness import run_ranks  # noqa: E402
-from onebit_gpt import optimizers, train  # noqa: E402
+from compressed_gpt import optimizers, train  # noqa: E402
 
 
 def main():
@@ -34,7 +34,7 @@ def main():
             found.append((statistics.fmean(loss for loss, _ in ranks), ranks[0][1]))
         loss = statistics.fmean(one for one, _ in found)
         base = plain.setdefault("Lamb" if "Lamb" in kind else "AdamW", loss)
-        print(f"{kind:12} loss {loss:.4f}  ratio {loss / base:.4f}  {found[0][1]:.3f} bytes per element", flush=True)
+        print(f"{kind:16} loss {loss:.4f}  ratio {loss / base:.4f}  {found[0][1]:.3f} bytes per element", flush=True)
 
 
 if __name__ == "__main__":
