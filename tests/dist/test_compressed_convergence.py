@@ -31,4 +31,4 @@ def test_the_loss_is_near_the_plain_one(kind, plain, most):
 @pytest.mark.slow
 def test_zeropp_learns_as_stage_3_does():
     """Two hosts of one rank."""
-    assert loss_of("ZeRO++")[0] == pytest.approx(loss_of("AdamW")[0], rel=0.01)
+    assert loss_of("ZeRO++")[0] == pytest.approx(loss_of("AdamW")[0], rel=0.03)

@@ -21,7 +21,8 @@ class CompressedBackend(NcclBackend):
 
     def unpack(self, buffer, size, dtype):
         """1 or -1 for each bit of ``buffer``, in ``size`` rows."""
-        return code_ops().unpack_signs(buffer.reshape(-1), 8 * buffer.numel()).reshape(size, -1).to(dtype)
+        flat = buffer.reshape(-1)
+        return code_ops().unpack_signs(flat, 8 * len(flat)).reshape(size, -1).to(dtype)
 
 
 class MpiBackend(SignMeans):

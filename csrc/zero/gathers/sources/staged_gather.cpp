@@ -12,6 +12,7 @@ namespace ds::zero {
 namespace {
 
 constexpr int64_t kAlign = 16;
+constexpr int64_t kPieces = 8;  // most slices of a row that are gathered one by one
 
 }  // namespace
 
@@ -20,6 +21,7 @@ StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, st
     : memory_(buffers), params_(std::move(params)), values_(values), ranks_(group.size()), in_place_(in_place) {
   at::NoGradGuard no_grad;
   if (params_.empty()) return;
+  in_pieces_ = group.groups();
   buffers_.resize(params_.size());
   own_rows_.resize(params_.size());
   int64_t row = 0;
@@ -32,6 +34,12 @@ StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, st
   } else {
     stage(group, row, params_.front()->device());
   }
+}
+
+bool StagedGather::is_direct(const ShardedParam& param) const {
+  if (RowReader::reads_nothing(param, values_)) return true;
+  return in_pieces_ && param.row_codec(values_) == nullptr && param.row_slices(values_) <= kPieces &&
+         !param.row_elsewhere(values_);
 }
 
 at::Tensor StagedGather::buffer_of(const ShardedParam& param) const {
@@ -58,6 +66,13 @@ void StagedGather::start_in_buffers(comm::Communicator& group) {
     const int64_t bytes = param.row_bytes(values_);
     if (bytes == 0) continue;
     const bool direct = is_direct(param);
+    if (direct && param.row_slices(values_) > 1) {
+      const int64_t slices = param.row_slices(values_);
+      const at::Tensor own = param.row(values_).data().view(param.dtype()).view({slices, -1}),
+                       all = buffers_[i].view({slices, -1});
+      for (int64_t slice = 0; slice < slices; ++slice) pairs.push_back({own.select(0, slice), all.select(0, slice)});
+      continue;
+    }
     if (!direct) own_rows_[i] = memory_.take_passing(bytes * ranks_, param.device()).view({ranks_, bytes});
     if (param.row_elsewhere(values_)) {  // the lease is over before the gather is
       const at::Tensor out = direct ? buffers_[i] : own_rows_[i].view({-1});

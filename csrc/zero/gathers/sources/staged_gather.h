@@ -4,8 +4,9 @@
 // the buffer of its parameter, by one call for all of them and without a copy. Elsewhere starting a call costs more
 // than copying: slices are packed into one row of a staging buffer, which is gathered, and the rows of all ranks are
 // then taken apart. Above `limit` bytes time goes into bytes, and the second copy and the memory of the staging buffer
-// are saved: each parameter has a call of its own. Rows that are not the parameter (codes, several slices) arrive in
-// memory of their own in all cases, and those of all parameters are taken apart together.
+// are saved: each parameter has a call of its own. Rows of codes arrive in memory of their own in all cases, and those
+// of all parameters are taken apart together. So do rows of several slices, unless a call takes several tensors and
+// the slices are few: then each slice is a tensor of the call.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -43,13 +44,13 @@ class StagedGather {
   void wait();
   void arrive();  // waits, and takes rows apart
   at::Tensor buffer_of(const ShardedParam& param) const;
-  bool is_direct(const ShardedParam& param) const { return RowReader::reads_nothing(param, values_); }
+  bool is_direct(const ShardedParam& param) const;  // its values arrive where they belong
 
   GatherBuffers& memory_;
   std::vector<ShardedParam*> params_;
   const Values values_;
   const int64_t ranks_;
-  bool in_place_;
+  bool in_place_, in_pieces_ = false;  // several slices of a row can be gathered in one call
   std::vector<comm::WorkPtr> works_;
   bool waited_ = false, arrived_ = false;
   size_t taken_ = 0;
