@@ -36,9 +36,8 @@ SignExchange::SignExchange(CommunicatorPtr ranks, std::vector<SignPart> parts, b
     const int64_t begin = part.begin + extent.param_offset;
     all_.push_back({begin, extent.numel, number, extent.shard_offset, extent.rank, begin});
     if (extent.rank == ranks_->rank())
-      own_.push_back({extent.shard_offset, extent.numel, number, extent.shard_offset, 0, part.owned_begin});
+      own_.push_back({begin, extent.numel, number, extent.shard_offset, 0, part.owned_begin});
   }
-  own_numel_ = cut.shard_numel;
   scales_ = one_scale_ ? 1 : parts_.size();
   bits_bytes_ = round_up(cut.shard_numel / kByte, sizeof(float));
   row_ = bits_bytes_ + static_cast<int64_t>(scales_ * sizeof(float));
@@ -102,9 +101,10 @@ void SignExchange::mean(const at::Tensor& values, const at::Tensor& errors, cons
   const at::Tensor sent = at::zeros({ranks, row_}, bytes), received = at::empty({ranks, row_}, bytes);
   encode(values, errors, all_, sent);
   ranks_->all_to_all(sent, received, tag)->wait();
-  const at::Tensor own = at::empty({own_numel_}, values.options()), mine = at::zeros({1, row_}, bytes);
-  decode(received, row_, static_cast<size_t>(ranks), own_, own);
-  encode(own, owned_errors, own_, mine);
+  // The values have been sent, so their memory is free for the means of this rank's slices.
+  const at::Tensor mine = at::zeros({1, row_}, bytes);
+  decode(received, row_, static_cast<size_t>(ranks), own_, values);
+  encode(values, owned_errors, own_, mine);
   ranks_->all_gather(mine, sent, tag)->wait();
   decode(sent, 0, 1, all_, values);
 }

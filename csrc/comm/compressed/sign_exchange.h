@@ -66,7 +66,6 @@ class SignExchange {
   size_t scales_ = 0;                 // in a row
   int64_t bits_bytes_ = 0, row_ = 0;  // of a row
   std::vector<Run> all_, own_;        // of the slices of all ranks in the values; of this rank's, end to end
-  int64_t own_numel_ = 0;
 };
 
 }  // namespace ds::comm
