@@ -9,7 +9,7 @@ import pytest
 
 import devices
 from harness import RankError, RankTimeout, run_ranks
-from random_programs import ProgramFailed, program_of, run_programs, shrunk
+from random_programs import ProgramFailed, program_of, program_with_copies, run_programs, shrunk
 from sampling import every_case
 
 pytestmark = pytest.mark.any_device
@@ -28,6 +28,7 @@ PLAINEST = {
     "persist": 100000,
     "plain_backward": False,
 }
+FOUR = {**PLAINEST, "world": 4}
 SHRUNK = {
     "seed 9: persistent parameters went on with the user's tensors": (PLAINEST, [("vector", 462), ("train", 892)]),
     "seed 25: the same with param.data": ({**PLAINEST, "optimizer": "AdamW"}, [("data", 74), ("train", 576)]),
@@ -43,6 +44,16 @@ SHRUNK = {
         [("evaluate", 914), ("slice", 765), ("train", 693)],
     ),
     "seed 38: a gathered write undid a write in place": (PLAINEST, [("write", 149), ("write", 256), ("train", 131)]),
+    "a rank without elements went on with the user's tensor": (FOUR, [("vector", 326), ("train", 4), ("train", 5)]),
+    "a second copy that followed forgot what was written": (
+        {**FOUR, "copies": "hpZ"},
+        [("inside", 596), ("slice", 50)],
+    ),
+    "exact values undid a write": (
+        {**FOUR, "copies": "hpZ", "persist": 0},
+        [("inside", 526), ("rank0", 381), ("evaluate", 1)],
+    ),
+    "a second copy was read that was old": ({**FOUR, "copies": "both"}, [("data", 96), ("train", 4), ("train", 5)]),
 }
 
 
@@ -75,6 +86,12 @@ def test_programs(part, tmp_path):
         short = shrunk(program, lambda shorter: bool(failures_of([shorter], tmp_path)))
         seed = next(seed for seed in seeds if program_of(seed) == program)
         pytest.fail(f"{len(failures)} of {PART} programs fail. Seed {seed}: {text}\n{pprint.pformat(short, width=110)}")
+
+
+@pytest.mark.any_device("list")
+def test_programs_with_copies(tmp_path):
+    programs = [program_with_copies(seed) for seed in range(300 if every_case() else 18)]
+    assert failures_of(programs, tmp_path) == []
 
 
 # Ranks read each other's slices in shared memory here. On devices a written slice of a parameter that stays gathered is

@@ -50,13 +50,15 @@ def test_a_second_copy_of_offloaded_parameters_changes_no_bit(rank, world, devic
     equal_bits(run, {}, {"zero_hpz_partition_size": 2})
 
 
+@pytest.mark.parametrize("codes", [False, True])
 @on_ranks(4)
-def test_hierarchical_gathers_of_mics_change_no_bit(rank, world):
+def test_hierarchical_gathers_of_mics_change_no_bit(rank, world, codes):
     """Ranks of one host gather from each other, as with hpZ."""
     os.environ["DS_HOST_ID"] = "aabb"[rank]
 
     def run(zero):
-        engine = trained(rank, world, {"mics_shard_size": 4, **zero}, bf16={"enabled": True})
+        mics = {"mics_shard_size": 4, "zero_quantized_weights": codes}
+        engine = trained(rank, world, {**mics, **zero}, bf16={"enabled": True})
         weight = engine.module.out.weight
         if not zero:
             assert weight.ds_secondary_tensor is None

@@ -74,7 +74,7 @@ void ParamGatherer::hold(const std::vector<ShardedParam*>& params, bool ahead, V
   for (ShardedParam* param : params) {
     ++param->holders;
     if (values == Values::kExact) ++param->exact_holders;
-    if (param->shows(values)) continue;
+    if (param->shows(values) || written(*param)) continue;
     absent.push_back(param);
     if (!param->available()) numel += param->numel();
   }
@@ -139,10 +139,11 @@ void ParamGatherer::acquire(const std::vector<ShardedParam*>& params) {
   hold(params, /*ahead=*/false, Values::kExact);
 }
 
-// Parameters that modules hold, too, show what these compute with again.
+// Parameters that modules hold, too, show what these compute with again: now, or when copies have followed the slices.
 void ParamGatherer::release(const std::vector<ShardedParam*>& params) {
   for (ShardedParam* param : params) --param->exact_holders;
   let_go(params, false);
+  if (copies_ && copies_->stale()) return;
   std::vector<ShardedParam*> held;
   for (ShardedParam* param : params)
     if (param->holders > 0 && param->exact_holders == 0 && param->copies.codec && !written(*param) &&
@@ -187,7 +188,16 @@ void ParamGatherer::need_copies() {
   copies_->finish();
   source_->after_write();
   ++publications_;
-  refresh_persistent();
+  refresh_unwritten();
+}
+
+// Available parameters into which the user has written nothing that the slices lack.
+void ParamGatherer::refresh_unwritten() {
+  std::vector<ShardedParam*> stale;
+  for (const ShardedParamPtr& param : params_)
+    if (param->available() && param->buffer().defined() && !param->user_wrote()) stale.push_back(param.get());
+  source_->refresh(stale, Values::kUsed);
+  for (ShardedParam* param : stale) param->know_values();
 }
 
 void ParamGatherer::refresh_persistent(Values values) {
@@ -216,17 +226,7 @@ void ParamGatherer::meet_writes() {
     if (param->slice_written()) written.push_back(param.get());
   if (copies_) copies_->recode(written);
   need_copies();
-  if (!options_.keeps_writes || !source_->meet_writes(!written.empty(), forwards_)) return;
-  // Through param.data, and not to the slice: other ranks' slices may have been written meanwhile.
-  const auto wrote_data = [](const ShardedParam& param) {
-    return param.data_given && !param.slice_written() && param.own_part_differs();
-  };
-  std::vector<ShardedParam*> stale;
-  for (const ShardedParamPtr& param : params_)
-    if (param->available() && param->buffer().defined() && !param->written() && !param->kept && !wrote_data(*param))
-      stale.push_back(param.get());
-  source_->refresh(stale, Values::kUsed);
-  for (ShardedParam* param : stale) param->know_values();
+  if (options_.keeps_writes && source_->meet_writes(!written.empty(), forwards_)) refresh_unwritten();
 }
 
 void ParamGatherer::before_slice_write() {

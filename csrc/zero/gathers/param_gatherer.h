@@ -146,6 +146,7 @@ class ParamGatherer {
   void meet_writes();
   void refresh_persistent(Values values = Values::kUsed);  // after the shards have changed
   void need_copies();                                      // they have what slices have
+  void refresh_unwritten();
   void note(int32_t unit);
   void learn_trace();
   bool left_out(const Unit& unit) const;

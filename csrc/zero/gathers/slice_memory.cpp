@@ -61,11 +61,11 @@ SliceCopierPtr SliceMemory::make_copies(const ParamStore& store) {
     });
   }
   if (second) {
-    const comm::CommunicatorPtr inner = everyone.open(everyone.axes.inner, plan::Purpose::kGather);
+    second_ranks_ = everyone.open(everyone.axes.inner, plan::Purpose::kGather);
     const comm::CommunicatorPtr outer = everyone.open(everyone.axes.outer, plan::Purpose::kGather);
     if (outer->size() > 1)
       made->add_second(dense, outer,
-                       [&](int64_t bytes) { return shared(bytes, store.device(), inner, &second_peers_); });
+                       [&](int64_t bytes) { return shared(bytes, store.device(), second_ranks_, &second_peers_); });
   }
   return made;
 }
@@ -87,7 +87,7 @@ std::vector<GatherGroup> SliceMemory::groups_of(const ParamStore& store, size_t 
     if (param->copies.any()) exact.params.push_back(param);
     (param->copies.second.defined() ? second : param->copies.codec ? coded : plain).params.push_back(param);
   }
-  if (!second.params.empty()) second.ranks = store.everyone().open(second.along, plan::Purpose::kGather);
+  if (!second.params.empty()) second.ranks = second_ranks_;
   std::vector<GatherGroup> found;
   for (GatherGroup* one : {&plain, &exact, &coded, &second})
     if (!one->params.empty() || (one == &plain && number == 0)) found.push_back(std::move(*one));

@@ -35,6 +35,7 @@ class SliceMemory {
   const int threads_;
   std::vector<comm::PeerMemoryPtr> peers_;  // of each group of the store's sharded parameters; null: ranks share none
   std::vector<comm::PeerMemoryPtr> code_peers_;  // of the codes of each of these groups
+  comm::CommunicatorPtr second_ranks_;           // that have a second copy together
   comm::PeerMemoryPtr second_peers_;             // of the second copy
 };
 

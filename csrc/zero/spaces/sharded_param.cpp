@@ -307,6 +307,13 @@ bool ShardedParam::own_part_differs() const {
   return !at::equal(own_values(), values.narrow(0, own_begin(), own_numel()));
 }
 
+bool ShardedParam::user_wrote() const {
+  if (!available()) return false;
+  // Through param.data, and not to the slice: other ranks' slices may have been written meanwhile.
+  const bool through_data = data_given && !slice_written() && (is_own_slice() || own_part_differs());
+  return through_data || kept || written();
+}
+
 double ShardedParam::checksum() const {
   const at::Tensor values = gathered().cpu();
   const auto* bytes = static_cast<const unsigned char*>(values.data_ptr());
@@ -326,12 +333,13 @@ bool ShardedParam::write_back() {
   const bool wrote = written();
   know_values();
   const at::Tensor values = gathered();
-  if (own_numel() <= 0 || !values.defined() || values.is_meta()) return false;
+  if (!values.defined() || values.is_meta()) return false;
   if (replaced()) {  // what is gathered later comes into the buffer
     const at::Tensor view = buffer_.as_strided(sizes_, strides_, buffer_.storage_offset());
     view.copy_(tensor().detach());
     set_data(view);
   }
+  if (own_numel() <= 0) return false;
   if (is_own_slice()) {
     data_given = false;
     return wrote;

@@ -79,8 +79,8 @@ class ShardedParam {
   int64_t resting_numel() const { return codec_ ? codec_->row_bytes(slice_) : slice_; }
   int64_t resting_bytes() const { return resting_numel() * static_cast<int64_t>(c10::elementSize(resting_type())); }
 
-  // The row that this rank sends in gathers of such values: its slice, or the slices of its second copy, each as elements or as
-  // codes.
+  // The row that this rank sends in gathers of such values: its slice, or the slices of its second copy, each as
+  // elements or as codes.
   Values resolved(Values values) const { return copies.any() ? values : Values::kUsed; }
   const SliceCodec* row_codec(Values values) const;  // null: elements
   int64_t row_slices(Values values) const { return reads_second(values) ? copies.slices : 1; }
@@ -140,7 +140,9 @@ class ShardedParam {
   bool written() const;
   void know_values();
   bool own_part_differs() const;  // from the slice
-  double checksum() const;        // of the gathered values: not 0
+  // The gathered values are others than the slice, because of the user.
+  bool user_wrote() const;
+  double checksum() const;  // of the gathered values: not 0
   bool data_given = false, kept = false;
 
   // Runs `body` while the tensor has its whole shape, without the values: autograd remembers the shape of a parameter

@@ -8,17 +8,6 @@
 
 namespace ds::zero {
 
-namespace {
-
-// The gathered values are others than the slice, because of the user.
-bool is_written(const ShardedParam& param) {
-  return param.available() &&
-         (param.written() || param.kept ||
-          (param.data_given && !param.slice_written() && (param.is_own_slice() || param.own_part_differs())));
-}
-
-}  // namespace
-
 UserWrites::UserWrites(ParamStore& store, std::function<void()> before_change)
     : store_(store), before_change_(std::move(before_change)), versions_(store.size()), came_home_(store.size()) {
   know();
@@ -52,7 +41,7 @@ std::vector<size_t> UserWrites::found() {
     const ParamSpec& spec = store_.spec(param);
     const bool has_masters = store_.space_of(param).has_masters();
     if (spec.sharded) {
-      if (is_written(*spec.sharded) || (has_masters && spec.sharded->slice_written())) written.push_back(param);
+      if (spec.sharded->user_wrote() || (has_masters && spec.sharded->slice_written())) written.push_back(param);
     } else if (has_masters && (came_home_[param] || versions_[param] != version_of(spec.tensor))) {
       written.push_back(param);
     }
@@ -62,7 +51,7 @@ std::vector<size_t> UserWrites::found() {
 
 void UserWrites::adopt() {
   for (const ShardedParamPtr& other : store_.others()) {
-    if (!is_written(*other)) continue;
+    if (!other->user_wrote()) continue;
     before_change_();
     if (other->write_back()) add_name(other->name());
   }
@@ -89,7 +78,7 @@ bool UserWrites::adopt(size_t param) {
       fail(ErrorKind::kRuntime, "parameter '", spec.name,
            "' has changed its shape or dtype after "
            "deepspeed.initialize: the optimizer's states no longer fit. Change it before initialize");
-    if (is_written(*spec.sharded)) changed = spec.sharded->write_back();
+    if (spec.sharded->user_wrote()) changed = spec.sharded->write_back();
   }
   if (!space.has_masters()) return changed;
   const auto index = store_.position(param).index;

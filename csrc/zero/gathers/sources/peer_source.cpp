@@ -67,6 +67,7 @@ class Peers {
   }
   // Whether `values`, padded_numel() of them, are those that a gather brings now.
   bool equal(const ShardedParam& param, const at::Tensor& values, Values which) const {
+    memory_->await(version_);
     if (!RowReader::reads_nothing(param, which)) {
       const at::Tensor now = at::empty_like(values);
       RowReader reader(which, ranks_->size());
