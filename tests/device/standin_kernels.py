@@ -18,7 +18,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # by the
 ABIS = {"": 5, "route_": 1, "attention_": 2}
 SIZES = (0, 1, 33, 2100)
 _POINTER, _SIZE, _DTYPE, _FLOAT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32, ctypes.c_float
-_RULES = ("adam", "adam8bit", "adagrad", "lamb_moments", "lamb", "lion", "muon_momentum", "muon", "sgd")
+_RULES = (
+    *("adam", "adam8bit", "adagrad", "lamb_moments", "lamb", "lion", "muon_momentum", "muon", "sgd"),
+    *("onebit_send", "onebit_take", "zero_one_local", "zero_one_send", "zero_one_sync"),
+    *(f"onebit_lamb{part}" for part in ("", "_size", "_send", "_moments", "_coeff", "_factor")),
+)
 
 
 def library_path():
@@ -158,7 +162,7 @@ class Tables:
         if codes:
             own[:2] = [self.random(numel, seed=seed + 20 + at).mul_(40).to(torch.uint8) for at in range(2)]
             own[2:] = [one.float() for one in own[2:]]
-        tensors[4] = self.random(2, dtype=torch.float64, seed=seed).abs_()
+        tensors[4] = self.random(6, dtype=torch.float64, seed=seed).abs_()  # the most that a rule has (1-bit LAMB)
         pointers = (_POINTER * 4)(*[one.data_ptr() for one in own])
         first = [one.data_ptr() for one in tensors]
         return UpdateSegment(first[0], pointers, first[1], first[2], numel, first[3], first[4], seed), [*tensors, *own]
