@@ -23,10 +23,10 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def once(torch, blockwise, tensors, causal, looks):
+def once(torch, blocks, tensors, causal, looks):
     """Seconds of both directions, and what they give."""
     query, key, value, grad = tensors
-    rows = blockwise.Rows(query, key.shape[1], blockwise.ScoreRules(0.125))
+    rows = blocks.Rows(query, key.shape[1], blocks.ScoreRules(0.125))
     start = time.perf_counter()
     for _ in range(2):
         rows.see(key, value, causal, looks=looks)
@@ -34,9 +34,7 @@ def once(torch, blockwise, tensors, causal, looks):
     output, lse = rows.result()
     row_sum = (grad.float() * output.float()).sum(-1, keepdim=True)
     start = time.perf_counter()
-    found = blockwise.block_gradients(
-        query, key, value, grad, row_sum, lse, blockwise.ScoreRules(0.125), causal, looks=looks
-    )
+    found = blocks.block_gradients(query, key, value, grad, row_sum, lse, blocks.ScoreRules(0.125), causal, looks=looks)
     return (see, time.perf_counter() - start), (lse, *found)
 
 
@@ -44,11 +42,11 @@ def main():
     args = parse_arguments()
     import torch
 
-    from deepspeed.sequence import blockwise
+    from deepspeed.ops.attention import blocks
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    forms, found = {"torch": lambda *_: False, "kernel": blockwise._by_kernel}, []
+    forms, found = {"torch": lambda *_: False, "kernel": blocks.on_host}, []
     for dtype in (torch.float32, torch.bfloat16):
         for heads, kv, tokens, size in CASES:
             tensors = [torch.randn(1, n, tokens, size).to(dtype) for n in (heads, kv, kv, heads)]
@@ -57,8 +55,8 @@ def main():
                 best, results = {}, {}
                 for _ in range(args.rounds):
                     for name, form in forms.items():
-                        blockwise._by_kernel = form
-                        took, results[name] = once(torch, blockwise, tensors, mask == "causal", looks)
+                        blocks.on_host = form
+                        took, results[name] = once(torch, blocks, tensors, mask == "causal", looks)
                         best[name] = [min(pair) for pair in zip(best.get(name, took), took)]
                 for one, other in zip(results["torch"], results["kernel"]):
                     # 16-bit outputs may be rounded to neighbours, and their products with the gradient differ by that

@@ -16,6 +16,28 @@ struct AttentionOperand {
   int64_t batch, head, token;
 };
 
+// Numbers that are added to scores, after the cap: data[b / inner * outer + b % inner * batch + h * head + i * query +
+// j * key] for batch b, query head h, query i and key j. A distance of 0: the same number for all. `inner`, 1 or more:
+// batches that follow each other at the distance `batch`.
+struct AttentionBias {
+  const void* data;  // null: none
+  DType dtype;       // kF32, or that of the queries
+  int64_t inner, outer, batch, head, query, key;
+};
+constexpr int kAttentionBiases = 2;
+
+// Blocks of keys that each block of queries sees; blocks have `size` tokens, the last one may have fewer. Block q of
+// the queries of head h sees the blocks list[start[h * heads + q]] to list[start[h * heads + q + 1] - 1], in ascending
+// order. `heads`: the distance in `start` between heads; 0: all have the same blocks. The second pair of lists is the
+// other way round: blocks of queries that see a block of keys.
+struct AttentionBlocks {
+  int64_t size;  // 0: all keys are seen
+  const int32_t *start, *list;
+  int64_t heads;
+  const int32_t *reader_start, *readers;
+  int64_t reader_heads;
+};
+
 struct AttentionShape {
   DType dtype;  // of queries, keys, values and the gradient of the output
   int64_t batch, heads, kv_heads, queries, keys, size, value_size;  // heads / kv_heads query heads in a row read one
@@ -32,6 +54,9 @@ struct AttentionShape {
   int64_t looks_batch, looks_query;
 
   AttentionDropout dropout;  // of what values are multiplied by; totals are those of all
+
+  AttentionBlocks blocks;
+  AttentionBias bias[kAttentionBiases];
 };
 
 // Results of query rows so far: largest and total [batch, heads, queries], sum [batch, heads, queries, value_size].
@@ -57,9 +82,14 @@ struct AttentionKernels {
   void (*backward)(const Launch&, const AttentionShape&, const AttentionOperand& query, const AttentionOperand& key,
                    const AttentionOperand& value, const AttentionOperand& grad, const void* lse, const void* row_sum,
                    void* for_query, void* for_key, void* for_value);
+  // The gradient of bias number `which`: wide, without gaps, of the lengths that bias_sizes() returns. Each number is
+  // a sum over all scores to which it has been added, in one order.
+  void (*bias_backward)(const Launch&, const AttentionShape&, const AttentionOperand& query,
+                        const AttentionOperand& key, const AttentionOperand& value, const AttentionOperand& grad,
+                        const void* lse, const void* row_sum, int which, void* for_bias);
 };  // append only
 
-constexpr uint32_t kAttentionAbi = 2;
+constexpr uint32_t kAttentionAbi = 3;
 
 // The keys [first, stop) of a block that query `row` may see by its position alone.
 struct KeyRun {
@@ -70,6 +100,40 @@ constexpr KeyRun keys_by_position(const AttentionShape& s, int64_t row) {
   const int64_t first = s.window > 0 && own - s.window + 1 > 0 ? own - s.window + 1 : 0;
   const int64_t stop = s.causal && own + 1 < s.keys ? (own + 1 > 0 ? own + 1 : 0) : s.keys;
   return {first, stop};
+}
+
+// The place of a number of a bias, in elements.
+DS_HOST_DEVICE static inline int64_t bias_offset(const AttentionBias& bias, int64_t batch, int64_t head, int64_t row,
+                                                 int64_t key) {
+  return batch / bias.inner * bias.outer + batch % bias.inner * bias.batch + head * bias.head + row * bias.query +
+         key * bias.key;
+}
+
+// Lengths of the gradient of a bias, which is 1 in dimensions in which the bias is the same; the two of a batch are
+// `outer` and `inner`.
+struct BiasSizes {
+  int64_t outer, inner, heads, queries, keys;
+};
+DS_HOST_DEVICE static inline BiasSizes bias_sizes(const AttentionShape& s, int which) {
+  const AttentionBias& b = s.bias[which];
+  return {b.outer != 0 ? s.batch / b.inner : 1, b.batch != 0 ? b.inner : 1, b.head != 0 ? s.heads : 1,
+          b.query != 0 ? s.queries : 1, b.key != 0 ? s.keys : 1};
+}
+DS_HOST_DEVICE static inline int64_t numel_of(const BiasSizes& n) {
+  return n.outer * n.inner * n.heads * n.queries * n.keys;
+}
+
+// The blocks of keys of a row of one head, by their numbers; `all` where every key is seen.
+struct ListedBlocks {
+  const int32_t* list;
+  int64_t count;
+  bool all;
+};
+DS_HOST_DEVICE static inline ListedBlocks blocks_of(const AttentionShape& s, int64_t head, int64_t row) {
+  const AttentionBlocks& b = s.blocks;
+  if (b.size == 0) return {nullptr, 1, true};
+  const int32_t* at = b.start + head * b.heads + row / b.size;
+  return {b.list + at[0], at[1] - at[0], false};
 }
 
 }  // namespace ds::kernels

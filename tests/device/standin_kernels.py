@@ -15,7 +15,7 @@ import torch
 from deepspeed.env_report.native import LIB_DIR
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # by the numbers of base/dtype.h
-ABIS = {"": 5, "route_": 1, "attention_": 2}
+ABIS = {"": 5, "route_": 1, "attention_": 3}
 SIZES = (0, 1, 33, 2100)
 _POINTER, _SIZE, _DTYPE, _FLOAT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32, ctypes.c_float
 _RULES = (
@@ -57,11 +57,19 @@ Dropout = _struct(
     "Dropout", seed=ctypes.c_uint64, below=ctypes.c_uint32, kept=_FLOAT, head=ctypes.c_uint32, query=ctypes.c_uint32,
     key=ctypes.c_uint32,
 )  # fmt: skip
+_LONG = ctypes.c_int64
+Blocks = _struct(
+    "Blocks", size=_LONG, start=_POINTER, list=_POINTER, heads=_LONG, reader_start=_POINTER, readers=_POINTER,
+    reader_heads=_LONG,
+)  # fmt: skip
+Bias = _struct(
+    "Bias", data=_POINTER, dtype=_DTYPE, inner=_LONG, outer=_LONG, batch=_LONG, head=_LONG, query=_LONG, key=_LONG
+)
 Shape = _struct(
     "Shape", dtype=_DTYPE, batch=ctypes.c_int64, heads=ctypes.c_int64, kv_heads=ctypes.c_int64, queries=ctypes.c_int64,
     keys=ctypes.c_int64, size=ctypes.c_int64, value_size=ctypes.c_int64, scale=_FLOAT, soft_cap=_FLOAT,
     causal=ctypes.c_bool, offset=ctypes.c_int64, window=ctypes.c_int64, looks=_POINTER, looks_batch=ctypes.c_int64,
-    looks_query=ctypes.c_int64, dropout=Dropout,
+    looks_query=ctypes.c_int64, dropout=Dropout, blocks=Blocks, biases=Bias * 2,
 )  # fmt: skip
 
 _ELEMENTS = (_POINTER, _DTYPE, _POINTER, _DTYPE, _SIZE, _FLOAT)
@@ -97,6 +105,7 @@ ENTRIES = {
         "forward": (*_LOOKS, _STATE, ctypes.c_bool),
         "merge": (_STATE, _STATE, _DTYPE, _SIZE, _SIZE),
         "backward": (*_LOOKS, ctypes.POINTER(Operand), *[_POINTER] * 5),
+        "bias_backward": (*_LOOKS, ctypes.POINTER(Operand), _POINTER, _POINTER, ctypes.c_int, _POINTER),
     },
 }
 
@@ -285,7 +294,17 @@ def _routes(t):
         yield f"rows and products {dtype}", [moved, joined, dots, *outs]
 
 
+def _blocks(t):
+    """A layout of 3 x 3 blocks of 16 tokens, the same for all heads, as lists of queries and of keys."""
+    lists = [t.make(torch.tensor(one, dtype=torch.int32)) for one in ([0, 2, 3, 5], [0, 1, 1, 0, 2], [0, 2, 4, 5])]
+    readers = t.make(torch.tensor([0, 2, 0, 1, 2], dtype=torch.int32))
+    found = [*lists, readers]
+    first, numbers, last, others = [one.data_ptr() for one in found]
+    return Blocks(16, first, numbers, 0, last, others, 0), found
+
+
 def _attention(t):
+    blocks, lists = _blocks(t)
     for dtype in DTYPES:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         number = DTYPES.index(dtype)
@@ -300,4 +319,11 @@ def _attention(t):
         lse, row_sum = t.random(2, 4, 37, dtype=wide, seed=5).add_(5), t.random(2, 4, 37, dtype=wide, seed=6)
         found = [torch.zeros_like(one, dtype=wide) for one in (query, key, value)]
         t.call("backward", shape, q, k, v, g, lse, row_sum, *found)
-        yield f"attention {dtype}", [*states[0], *found]
+        shape.blocks = blocks
+        bias, more = t.random(2, 4, 37, 41, dtype=dtype, seed=7), t.random(41, dtype=wide, seed=8)
+        shape.biases[0] = Bias(bias.data_ptr(), number, 2, 0, *bias.stride())
+        shape.biases[1] = Bias(more.data_ptr(), DTYPES.index(wide), 2, 0, 0, 0, 0, 1)
+        for which, one in enumerate((bias, more)):
+            found.append(torch.zeros_like(one, dtype=wide))
+            t.call("bias_backward", shape, q, k, v, g, lse, row_sum, which, found[-1])
+        yield f"attention {dtype}", [*states[0], *found, *lists]

@@ -42,6 +42,7 @@ import devices
 HERE = os.path.dirname(os.path.abspath(__file__))
 WORKER_SCRIPT = os.path.join(HERE, "rank_worker.py")
 GRACE_AFTER_FAILURE_S = 2.0  # the other ranks may be about to report the more telling error
+LONG_S = 100  # runs that may take so long have collectives that end before
 
 
 class RankError(RuntimeError):
@@ -194,6 +195,7 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
     world_size: number of ranks, >= 1.
     fn:         module-level function; the ranks import its file. Arguments and results travel by pickle.
     timeout:    seconds for the whole run; then RankTimeout with the stacks of all ranks, and the workers are replaced.
+                From LONG_S on a collective that waits ends before that, and names the rank that it waits for.
     init:       False: nothing is initialised. True: ``deepspeed.init_distributed(dist_backend="gloo")``.
                 A string: ``torch.distributed.init_process_group`` with that backend, without deepspeed.
     env:        additional environment variables for the ranks; a value of None removes the variable.
@@ -227,6 +229,8 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
                 OMP_NUM_THREADS="1",
                 GLOO_SOCKET_IFNAME="lo",
             )
+            if timeout >= LONG_S:
+                variables.setdefault("DS_COMM_TIMEOUT_S", str(0.75 * timeout))
             for name, value in (env or {}).items():
                 variables.pop(name, None)
                 if value is not None:

@@ -14,7 +14,7 @@ from runs import engine_of, settings
 
 def attend(query, key, value, mask=None, batch_dim=0, scale=None, dropped=None):
     """Plain attention over ``[batch, sequence, heads, size]`` (batch_dim 0) or ``[sequence, batch, ...]``; key/value
-    heads are repeated evenly. ``mask``: added to the scores, or "causal". ``dropped``: see ``sequence.blockwise``."""
+    heads are repeated evenly. ``mask``: added to the scores, or "causal". ``dropped``: see ``ops.attention.blocks``."""
     if batch_dim == 1:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     repeats = query.shape[2] // max(key.shape[2], 1)

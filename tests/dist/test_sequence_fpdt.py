@@ -7,7 +7,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules, block_gradients
+from deepspeed.ops.attention.blocks import Dropped, Rows, ScoreRules, block_gradients
 from deepspeed.sequence.fpdt_layer import (
     FPDT_FFN,
     FPDT_Attention,

@@ -6,8 +6,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed import comm as dist
+from deepspeed.ops.attention.blocks import Dropped
 from deepspeed.sequence import masks
-from deepspeed.sequence.blockwise import Dropped
 from deepspeed.sequence.hf_attention import UlyssesSPAttentionHF
 from harness import on_ranks
 from sequence_models import part, projections, worst

@@ -14,6 +14,9 @@ import torch
 import deepspeed
 import fake_nccl
 from deepspeed import ops
+from deepspeed.ops.attention import Dropped, KeyBlocks, attention
+from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed.ops.sparse_attention import BigBirdSparsityConfig, SparseSelfAttention
 from engine_models import make_net, net_engine, train_engine
 from harness import run_ranks
 from runs import DTYPES, weights
@@ -123,6 +126,44 @@ def test_routes_and_attention_run_there():
     for at, (one, other) in enumerate(zip(found, expected, strict=True)):
         # exponentials, and sums over a row, have other last bits on each instruction set, too
         assert same_bits(one, other) if at < 2 else torch.allclose(one, other, rtol=1e-5, atol=1e-6), at
+
+
+def attended(rank, world, device):
+    """Whole attention with layouts, biases and dropout: outputs and all gradients."""
+    if device != "cpu":
+        standin.load()
+        standin.choose(3, lazy=True)
+    generator, found = torch.Generator().manual_seed(5), []
+
+    def leaf(*sizes, dtype=torch.float32):
+        return torch.randn(sizes, generator=generator).to(dtype).to(device).requires_grad_()
+
+    def both_ways(output, leaves):
+        upper = torch.ones_like(output)
+        found.extend(one.detach().float().cpu() for one in (output, *torch.autograd.grad(output, leaves, upper)))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [leaf(2, 4, 48, 16, dtype=dtype) for _ in range(3)]
+        biases = [leaf(1, 4, 48, 48, dtype=dtype), leaf(2, 1, 1, 48)]
+        layout = torch.rand(4, 3, 3, generator=generator) < 0.6
+        attended_to = attention(
+            *leaves, biases=biases, blocks=KeyBlocks(layout, 16), causal=True, dropped=Dropped(0.2, seed=7)
+        )
+        both_ways(attended_to, [*leaves, *biases])
+        both_ways(SparseSelfAttention(BigBirdSparsityConfig(4, block=8))(*leaves), leaves)
+    leaves = [leaf(2, 3, 20, 2, 8) for _ in range(3)]
+    biases = [leaf(2, 3, 1, 1, 20), leaf(2, 1, 2, 20, 20)]
+    both_ways(DS4Sci_EvoformerAttention(*leaves, biases), [*leaves, *biases])
+    return found, standin.faults() if device != "cpu" else []
+
+
+def test_whole_attention_runs_there():
+    expected, _ = run_ranks(1, attended, "cpu", fresh=True)[0]
+    found, faults = queued(attended, "standin:1")
+    assert faults == []
+    for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+        most = 1e-5 if at < 10 or at > 19 else 2e-2  # the middle ones are bf16
+        assert torch.allclose(one, other, rtol=most, atol=most), (at, float((one - other).abs().max()))
 
 
 SIZE = 500

@@ -123,7 +123,12 @@ CPP_FOLDERS = {
 PYTHON_FOLDERS = {
     "checkpoint": [{"layouts"}, {"write"}, {"engines", "read"}, {"convert"}, {"save"}],
     "engine": [{"parts"}, {"pipeline_parts"}],
-    "ops": [{"adam", "random_ltd"}, {"op_builder"}, {"aio", "gds", "pin_memory"}],
+    "ops": [
+        {"adam", "attention", "random_ltd"},
+        {"deepspeed4science", "sparse_attention"},
+        {"op_builder"},
+        {"aio", "gds", "pin_memory"},
+    ],
     "zero": [{"parameters"}, {"gathers", "states"}, {"init", "offload"}, {"optimizers"}],
 }
 

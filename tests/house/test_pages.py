@@ -200,7 +200,15 @@ def test_broken_links_and_unlisted_pages_are_found(tmp_path):
 # ---- the front door --------------------------------------------------------------------------------------------------
 
 CAPABILITIES = ["ZeRO", "Offload", "NVMe", "Pipelines", "Experts", "Long sequences", "Tensor parallelism"]
-CAPABILITIES += ["Compressed communication", "Checkpoints", "Launchers", "Configuration", "Diagnosis", "Watching"]
+CAPABILITIES += [
+    "Compressed communication",
+    "Attention",
+    "Checkpoints",
+    "Launchers",
+    "Configuration",
+    "Diagnosis",
+    "Watching",
+]
 CAPABILITIES += ["Planning", "Data", "Monitors"]
 
 

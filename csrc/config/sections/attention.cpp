@@ -57,7 +57,7 @@ DS_CONFIG_CHAPTER(90, kTraining, "Sparse attention") {
               integer("num_sliding_window_blocks", 3, "Blocks of the sliding window (bigbird, bslongformer).").above(0),
           })
           .absent_is_null()
-          .not_built("sparse attention", kWhenPresent));
+          .not_built("sparse attention of unchanged models", kWhenPresent));
   c.rule("sparse_attention: a key belongs to the mode.", [](RuleContext& j) {
     const std::string mode = j.text("sparse_attention.mode");
     const auto known = keys_by_mode().find(mode);

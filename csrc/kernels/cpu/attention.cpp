@@ -53,7 +53,8 @@ inline void take_exponentials(float* scores, Seen seen, float* largest, float* t
 
 int64_t forward_scratch(const AttentionShape& s) {
   const int64_t values = whole_rows(s.value_size);
-  return cpu::kKeyTile * (s.size + values + 2 * panel_width()) + cpu::kGroupRows * (s.size + values + 2);
+  return cpu::kKeyTile * (s.size + values + cpu::most(s.size, s.value_size) + 2 * panel_width()) +
+         cpu::kGroupRows * (s.size + values + 2);
 }
 
 template <class T>
@@ -64,7 +65,8 @@ void forward_of(const AttentionShape& s, const AttentionOperand& query, const At
   float *rows = floats.take(cpu::kGroupRows * s.size), *sums = floats.take(cpu::kGroupRows * values),
         *largest = floats.take(cpu::kGroupRows), *total = floats.take(cpu::kGroupRows),
         *keys = floats.take(cpu::kKeyTile * s.size), *features = floats.take(cpu::kKeyTile * values),
-        *scores = floats.take(cpu::kKeyTile * wide), *spare = floats.take(cpu::kKeyTile * wide);
+        *scores = floats.take(cpu::kKeyTile * wide), *spare = floats.take(cpu::kKeyTile * wide),
+        *gathered = floats.take(cpu::kKeyTile * cpu::most(s.size, s.value_size));
   const int64_t kv = g.head / (s.heads / s.kv_heads), at = (g.batch * s.heads + g.head) * s.queries + g.row;
   const T *q = static_cast<const T*>(query.data) + g.batch * query.batch + g.head * query.head,
           *k = static_cast<const T*>(key.data) + g.batch * key.batch + kv * key.head,
@@ -83,21 +85,23 @@ void forward_of(const AttentionShape& s, const AttentionOperand& query, const At
     pack(sums + p * wide * values, out_sum + p * wide * s.value_size, cpu::least(wide, g.count - p * wide),
          s.value_size, s.value_size, int64_t{1}, wide);
 
-  for (int64_t start = 0; start < s.keys; start += cpu::kKeyTile) {
-    const int64_t count = cpu::least(cpu::kKeyTile, s.keys - start);
-    const Seen any = seen_of(s, g.row, g.count, start, count);
-    if (any.begin >= any.end) continue;
-    pack(keys, k + start * key.token, count, s.size, key.token, int64_t{1}, int64_t{kTileRows});
-    pack(features, v + start * value.token, s.value_size, count, int64_t{1}, value.token, int64_t{kTileRows});
+  KeyTiles tile(s, g.head, g.row, g.count);
+  while (tile.next()) {
+    const int64_t count = tile.keys();
+    with_rows(tile, k, key.token, s.size, gathered, [&](const auto* x, int64_t token) {
+      pack(keys, x, count, s.size, token, int64_t{1}, int64_t{kTileRows});
+    });
+    with_rows(tile, v, value.token, s.value_size, gathered, [&](const auto* x, int64_t token) {
+      pack(features, x, s.value_size, count, int64_t{1}, token, int64_t{kTileRows});
+    });
     for (int64_t p = 0; p < panels; ++p) {
-      const int64_t first = p * wide, own = cpu::least(wide, g.count - first);
-      const Seen seen = seen_of(s, g.row + first, own, start, count);
+      const int64_t first = p * wide, own = cpu::least(wide, g.count - first), row = g.row + first;
+      const Seen seen = tile.seen(row, own);
       if (seen.begin >= seen.end) continue;
       multiply_rows(keys, rows + first * s.size, s.size, scores, seen);
-      if (s.soft_cap > 0) cap_scores(scores, s.soft_cap, seen);
-      if (!mask_scores(s, g.batch, g.row + first, own, start, seen, scores, spare)) continue;
+      if (!finish_scores(s, tile, g.batch, g.head, row, own, seen, scores, spare, nullptr)) continue;
       take_exponentials(scores, seen, largest + first, total + first, sums + first * values, s.value_size);
-      if (drop_factors(s, g.batch, g.head, g.row + first, start, seen, spare)) multiply_by(spare, scores, seen);
+      if (drop_factors(s, tile, g.batch, g.head, row, own, spare)) multiply_by(spare, scores, seen);
       multiply_keys(features, scores, count, sums + first * values, s.value_size, seen);
     }
   }
@@ -149,18 +153,20 @@ void forward(const Launch& launch, const AttentionShape& s, const AttentionOpera
              const AttentionOperand& value, const AttentionState& state, bool fresh) {
   if (s.dtype == DType::kF64) return ref::attention_forward(launch, s, query, key, value, state, fresh);
   // Small groups where there would be few: rows are computed alike in any.
-  const int64_t heads = s.batch * s.heads, rows = heads * s.queries >= 16 * kGroupRows ? kGroupRows : kGroupRows / 4;
-  const int64_t groups = (s.queries + rows - 1) / rows;
+  const int64_t heads = s.batch * s.heads;
+  const QueryGroups groups(s, heads * s.queries >= 16 * kGroupRows ? kGroupRows : kGroupRows / 4);
+  const int64_t per_head = groups.count();
   const auto body = [&](size_t begin, size_t end) {
     const int64_t numel = DS_BODY(forward_scratch, isa)(s);
     std::unique_ptr<float[]> scratch(new float[numel]);
     for (size_t i = begin; i < end; ++i) {
-      const int64_t head = static_cast<int64_t>(i) / groups, row = static_cast<int64_t>(i) % groups * rows;
-      const SeeingGroup group = {head / s.heads, head % s.heads, row, std::min(rows, s.queries - row), fresh};
+      const int64_t head = static_cast<int64_t>(i) / per_head;
+      const QueryGroup own = groups.group(static_cast<int64_t>(i) % per_head);
+      const SeeingGroup group = {head / s.heads, head % s.heads, own.row, own.count, fresh};
       DS_BODY(attention_forward, isa)(s, query, key, value, state, group, scratch.get());
     }
   };
-  const auto tasks = static_cast<size_t>(heads * groups);
+  const auto tasks = static_cast<size_t>(heads * per_head);
   if (tasks == 0) return;
   if (launch.pool == nullptr || multiplications(s) < kAttentionInline) return body(0, tasks);
   launch.pool->parallel_for(tasks, 1, body);

@@ -8,6 +8,7 @@ namespace ds::kernels::cpu {
 extern const decltype(AttentionKernels::forward) kAttentionForward[kIsaCount];
 extern const decltype(AttentionKernels::merge) kAttentionMerge[kIsaCount];
 extern const decltype(AttentionKernels::backward) kAttentionBackward[kIsaCount];
+extern const decltype(AttentionKernels::bias_backward) kAttentionBiasBackward[kIsaCount];
 
 // Fewer multiplications than this are done before a thread has been woken up.
 constexpr int64_t kAttentionInline = 1 << 20;

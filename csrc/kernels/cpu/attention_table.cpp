@@ -8,10 +8,13 @@ namespace {
 
 IsaTables<AttentionKernels> attention_tables() {
   constexpr size_t kSize = sizeof(AttentionKernels);
-  IsaTables<AttentionKernels> all = {
-      {kAttentionAbi, kSize, &ref::attention_forward, &ref::attention_merge, &ref::attention_backward}, {}};
+  IsaTables<AttentionKernels> all = {{kAttentionAbi, kSize, &ref::attention_forward, &ref::attention_merge,
+                                      &ref::attention_backward, &ref::attention_bias_backward},
+                                     {}};
   for (int i = 0; i < kIsaCount; ++i)
-    all.by_isa[i] = {kAttentionAbi, kSize, kAttentionForward[i], kAttentionMerge[i], kAttentionBackward[i]};
+    all.by_isa[i] = {kAttentionAbi,         kSize,
+                     kAttentionForward[i],  kAttentionMerge[i],
+                     kAttentionBackward[i], kAttentionBiasBackward[i]};
   return all;
 }
 

@@ -48,7 +48,7 @@ __device__ Acc dot(const Acc* row, const void* data, DType dtype, int64_t at, in
   return sum;
 }
 
-// keys_by_position() and looks, for one key.
+// keys_by_position() and looks, for one key of a block that the row sees.
 __device__ inline bool may_see(const AttentionShape& s, int64_t batch, int64_t row, int64_t key) {
   const int64_t own = row + s.offset;
   if (s.causal && key > own) return false;
@@ -56,11 +56,63 @@ __device__ inline bool may_see(const AttentionShape& s, int64_t batch, int64_t r
   return s.looks == nullptr || s.looks[batch * s.looks_batch + row * s.looks_query + key] != 0;
 }
 
+// Tokens that a warp takes at a time, one for each lane: those of `all` tokens that are in the blocks of a list.
+struct Chunks {
+  ListedBlocks blocks;
+  int64_t size, per_block, all;
+  __device__ Chunks(const ListedBlocks& listed, int64_t block, int64_t tokens)
+      : blocks(listed), size(listed.all ? tokens : block), per_block((size + kWarp - 1) / kWarp), all(tokens) {}
+  __device__ int64_t count() const { return blocks.count * per_block; }
+  __device__ int64_t first(int64_t i) const {
+    return (blocks.all ? 0 : blocks.list[i / per_block] * size) + i % per_block * kWarp;
+  }
+  // The tokens of a chunk that begins at `first`; 0: the last block ends before.
+  __device__ int64_t tokens(int64_t i, int64_t first) const {
+    const int64_t left = size - i % per_block * kWarp, rest = all - first, most = left < rest ? left : rest;
+    return most < kWarp ? (most < 0 ? 0 : most) : kWarp;
+  }
+};
+__device__ inline Chunks keys_of_row(const AttentionShape& s, int64_t head, int64_t row) {
+  return Chunks(blocks_of(s, head, row), s.blocks.size, s.keys);
+}
+__device__ inline Chunks rows_of_key(const AttentionShape& s, int64_t head, int64_t key) {
+  ListedBlocks found = {nullptr, 1, true};
+  if (s.blocks.size > 0) {
+    const int32_t* at = s.blocks.reader_start + head * s.blocks.reader_heads + key / s.blocks.size;
+    found = {s.blocks.readers + at[0], at[1] - at[0], false};
+  }
+  return Chunks(found, s.blocks.size, s.queries);
+}
+
+// Whether a key is in one of the blocks, whose numbers ascend.
+__device__ inline bool listed_among(const ListedBlocks& blocks, int64_t key, int64_t size) {
+  if (blocks.all) return true;
+  int64_t low = 0, high = blocks.count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (blocks.list[middle] < key / size) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < blocks.count && blocks.list[low] == key / size;
+}
+
+template <typename Acc>
+__device__ Acc bias_of(const AttentionShape& s, int64_t batch, int64_t head, int64_t row, int64_t key) {
+  Acc sum = 0;
+  for (int i = 0; i < kAttentionBiases; ++i)
+    if (s.bias[i].data != nullptr)
+      sum += element<Acc>(s.bias[i].data, s.bias[i].dtype, bias_offset(s.bias[i], batch, head, row, key));
+  return sum;
+}
+
 template <typename Acc>
 __device__ Acc capped(const AttentionShape& s, Acc score) {
   return s.soft_cap > 0 ? static_cast<Acc>(s.soft_cap) * tanh(score / static_cast<Acc>(s.soft_cap)) : score;
 }
-// The derivative of a score by its value before it was capped and scaled.
+// The derivative of a capped score by its value before it was capped and scaled.
 template <typename Acc>
 __device__ Acc slope(const AttentionShape& s, Acc score) {
   const Acc t = s.soft_cap > 0 ? score / static_cast<Acc>(s.soft_cap) : Acc(0);
@@ -107,10 +159,12 @@ __global__ void forward_kernel(AttentionShape s, AttentionOperand query, Attenti
   for (int64_t f = lane; f < s.value_size; f += kWarp) sums[f] = fresh ? Acc(0) : sum[f];
   Acc high = fresh ? static_cast<Acc>(-INFINITY) : *largest, all = fresh ? Acc(0) : *total;
   __syncwarp();
-  for (int64_t first = 0; first < s.keys; first += kWarp) {
-    const int64_t j = first + lane;
-    const bool sees = j < s.keys && may_see(s, r.batch, r.token, j);
-    const Acc score = sees ? capped(s, dot(own, key.data, s.dtype, offset_of(key, r.batch, kv, j), s.size))
+  const Chunks chunks = keys_of_row(s, r.head, r.token);
+  for (int64_t c = 0; c < chunks.count(); ++c) {
+    const int64_t first = chunks.first(c), count = chunks.tokens(c, first), j = first + lane;
+    const bool sees = lane < count && may_see(s, r.batch, r.token, j);
+    const Acc score = sees ? capped(s, dot(own, key.data, s.dtype, offset_of(key, r.batch, kv, j), s.size)) +
+                                 bias_of<Acc>(s, r.batch, r.head, r.token, j)
                            : static_cast<Acc>(-INFINITY);
     const Acc level = larger(high, largest_of_warp(score));
     if (level == static_cast<Acc>(-INFINITY)) continue;  // the whole warp: nothing has been seen
@@ -118,7 +172,6 @@ __global__ void forward_kernel(AttentionShape s, AttentionOperand query, Attenti
     const Acc used = sees ? p * factor<Acc>(s, r.batch, r.head, r.token, j) : Acc(0);
     all = all * shrink + sum_of_warp(p);
     high = level;
-    const int64_t count = s.keys - first < kWarp ? s.keys - first : kWarp;
     for (int64_t f = lane; f < s.value_size; f += kWarp) sums[f] *= shrink;
     for (int64_t t = 0; t < count; ++t) {
       const Acc weight = __shfl_sync(0xffffffffu, used, static_cast<int>(t));
@@ -147,16 +200,19 @@ __global__ void merge_kernel(AttentionState into, AttentionState from, size_t ro
   if (lane == 0) *largest = high, *total = all;
 }
 
-// The values that both backward kernels compute for one query and one key: the factor of the value, and the gradient of
-// the score before it was capped and scaled.
+// The values that the kernels of backward compute for one query and one key: the factor of the value, and the gradients
+// of the score with its biases and of the score before it was capped and scaled.
 template <typename Acc>
 struct Pair {
-  Acc probability, score;
+  Acc probability, biased, score;
 };
 template <typename Acc>
-__device__ Pair<Acc> pair_of(const AttentionShape& s, Acc product, Acc upper, Acc lse, Acc row_sum, Acc kept) {
-  const Acc score = capped(s, product * static_cast<Acc>(s.scale)), p = exp(score - lse);
-  return {p * kept, p * (upper * kept - row_sum) * slope(s, score)};
+__device__ Pair<Acc> pair_of(const AttentionShape& s, Acc product, Acc bias, Acc upper, Acc lse, Acc row_sum,
+                             Acc kept) {
+  const Acc score = capped(s, product * static_cast<Acc>(s.scale));
+  const Acc level = lse == static_cast<Acc>(-INFINITY) ? Acc(0) : lse;  // all that the row sees is -inf
+  const Acc p = exp(score + bias - level), biased = p * (upper * kept - row_sum);
+  return {p * kept, biased, biased * slope(s, score)};
 }
 
 // Gradients of queries: a warp for each of their rows.
@@ -172,14 +228,15 @@ __global__ void query_kernel(AttentionShape s, AttentionOperand query, Attention
   for (int64_t f = lane; f < s.size; f += kWarp) own[f] = element<Acc>(query.data, s.dtype, at + f), sums[f] = 0;
   for (int64_t f = lane; f < s.value_size; f += kWarp) upper[f] = element<Acc>(grad.data, s.dtype, above + f);
   __syncwarp();
-  for (int64_t first = 0; first < s.keys; first += kWarp) {
-    const int64_t j = first + lane;
-    Pair<Acc> found = {0, 0};
-    if (j < s.keys && may_see(s, r.batch, r.token, j))
+  const Chunks chunks = keys_of_row(s, r.head, r.token);
+  for (int64_t c = 0; c < chunks.count(); ++c) {
+    const int64_t first = chunks.first(c), count = chunks.tokens(c, first), j = first + lane;
+    Pair<Acc> found = {0, 0, 0};
+    if (lane < count && may_see(s, r.batch, r.token, j))
       found = pair_of(s, dot(own, key.data, s.dtype, offset_of(key, r.batch, kv, j), s.size),
+                      bias_of<Acc>(s, r.batch, r.head, r.token, j),
                       dot(upper, value.data, s.dtype, offset_of(value, r.batch, kv, j), s.value_size), lse[r.number],
                       row_sum[r.number], factor<Acc>(s, r.batch, r.head, r.token, j));
-    const int64_t count = s.keys - first < kWarp ? s.keys - first : kWarp;
     for (int64_t t = 0; t < count; ++t) {
       const Acc weight = __shfl_sync(0xffffffffu, found.score, static_cast<int>(t));
       const int64_t from = offset_of(key, r.batch, kv, first + t);
@@ -208,14 +265,15 @@ __global__ void key_kernel(AttentionShape s, AttentionOperand query, AttentionOp
   __syncwarp();
   for (int64_t head = r.head * readers; head < (r.head + 1) * readers; ++head) {
     const int64_t number = (r.batch * s.heads + head) * s.queries;
-    for (int64_t first = 0; first < s.queries; first += kWarp) {
-      const int64_t i = first + lane;
-      Pair<Acc> found = {0, 0};
-      if (i < s.queries && may_see(s, r.batch, i, r.token))
+    const Chunks chunks = rows_of_key(s, head, r.token);
+    for (int64_t c = 0; c < chunks.count(); ++c) {
+      const int64_t first = chunks.first(c), count = chunks.tokens(c, first), i = first + lane;
+      Pair<Acc> found = {0, 0, 0};
+      if (lane < count && may_see(s, r.batch, i, r.token))
         found = pair_of(s, dot(own, query.data, s.dtype, offset_of(query, r.batch, head, i), s.size),
+                        bias_of<Acc>(s, r.batch, head, i, r.token),
                         dot(own_value, grad.data, s.dtype, offset_of(grad, r.batch, head, i), s.value_size),
                         lse[number + i], row_sum[number + i], factor<Acc>(s, r.batch, head, i, r.token));
-      const int64_t count = s.queries - first < kWarp ? s.queries - first : kWarp;
       for (int64_t t = 0; t < count; ++t) {
         const Acc p = __shfl_sync(0xffffffffu, found.probability, static_cast<int>(t)),
                   down = __shfl_sync(0xffffffffu, found.score, static_cast<int>(t));
@@ -231,6 +289,53 @@ __global__ void key_kernel(AttentionShape s, AttentionOperand query, AttentionOp
   }
   for (int64_t f = lane; f < s.size; f += kWarp) for_key[r.number * s.size + f] = key_sums[f];
   for (int64_t f = lane; f < s.value_size; f += kWarp) for_value[r.number * s.value_size + f] = value_sums[f];
+}
+
+// Gradients of a bias: a warp for each of its rows of one query (of all queries, where these share it), and for as many
+// keys as it has lanes (for all of them, where these share it), which it adds up over all that share them.
+template <typename Acc>
+__global__ void bias_kernel(AttentionShape s, AttentionOperand query, AttentionOperand key, AttentionOperand value,
+                            AttentionOperand grad, const Acc* lse, const Acc* row_sum, int which, Acc* for_bias,
+                            BiasSizes n, int64_t parts, int64_t warps) {
+  Row r;
+  if (!row_of_warp(n.heads, n.queries * parts, warps, r)) return;
+  const int lane = threadIdx.x % kWarp;
+  Acc *own = shared_of_warp<Acc>(s.size + s.value_size), *upper = own + s.size;
+  const int64_t inner = s.bias[which].inner, outer = s.batch / inner, row = r.token / parts, part = r.token % parts;
+  const int64_t first_o = n.outer == 1 ? 0 : r.batch / n.inner, last_o = n.outer == 1 ? outer : first_o + 1;
+  const int64_t first_i = n.inner == 1 ? 0 : r.batch % n.inner, last_i = n.inner == 1 ? inner : first_i + 1;
+  const int64_t first_h = n.heads == 1 ? 0 : r.head, last_h = n.heads == 1 ? s.heads : first_h + 1;
+  const int64_t first_q = n.queries == 1 ? 0 : row, last_q = n.queries == 1 ? s.queries : first_q + 1;
+  const int64_t first_k = part * kWarp, last_k = n.keys == 1 ? s.keys : first_k + 1;
+  Acc sum = 0;
+  for (int64_t o = first_o; o < last_o; ++o)
+    for (int64_t i = first_i; i < last_i; ++i)
+      for (int64_t h = first_h; h < last_h; ++h)
+        for (int64_t q = first_q; q < last_q; ++q) {
+          const int64_t b = o * inner + i, kv = h / (s.heads / s.kv_heads), number = (b * s.heads + h) * s.queries + q;
+          const int64_t at = offset_of(query, b, h, q), above = offset_of(grad, b, h, q);
+          __syncwarp();  // every lane has read what it needs of the row before
+          for (int64_t f = lane; f < s.size; f += kWarp) own[f] = element<Acc>(query.data, s.dtype, at + f);
+          for (int64_t f = lane; f < s.value_size; f += kWarp) upper[f] = element<Acc>(grad.data, s.dtype, above + f);
+          __syncwarp();
+          const ListedBlocks listed = blocks_of(s, h, q);
+          for (int64_t k = first_k; k < last_k; k += kWarp) {
+            const int64_t j = k + lane;
+            if (j >= s.keys || !may_see(s, b, q, j) || !listed_among(listed, j, s.blocks.size)) continue;
+            sum +=
+                pair_of(s, dot(own, key.data, s.dtype, offset_of(key, b, kv, j), s.size), bias_of<Acc>(s, b, h, q, j),
+                        dot(upper, value.data, s.dtype, offset_of(value, b, kv, j), s.value_size), lse[number],
+                        row_sum[number], factor<Acc>(s, b, h, q, j))
+                    .biased;
+          }
+        }
+  Acc* to = for_bias + ((r.batch * n.heads + r.head) * n.queries + row) * n.keys;
+  if (n.keys == 1) {
+    sum = sum_of_warp(sum);
+    if (lane == 0) *to = sum;
+  } else if (first_k + lane < s.keys) {
+    to[first_k + lane] = sum;
+  }
 }
 
 // The numbers of blocks and threads: as many warps share a block as have room for their sums.
@@ -274,6 +379,20 @@ void backward_as(const Launch& launch, const AttentionShape& s, const AttentionO
   }
 }
 
+template <typename Acc>
+void bias_backward_as(const Launch& launch, const AttentionShape& s, const AttentionOperand& query,
+                      const AttentionOperand& key, const AttentionOperand& value, const AttentionOperand& grad,
+                      const void* lse, const void* row_sum, int which, void* for_bias) {
+  const BiasSizes n = bias_sizes(s, which);
+  const int64_t parts = n.keys == 1 ? 1 : (s.keys + kWarp - 1) / kWarp,
+                warps = n.outer * n.inner * n.heads * n.queries * parts;
+  if (warps == 0) return;
+  const Grid grid(warps, (s.size + s.value_size) * sizeof(Acc));
+  launch_kernel(launch, &bias_kernel<Acc>, grid.blocks, grid.threads, grid.shared, s, query, key, value, grad,
+                static_cast<const Acc*>(lse), static_cast<const Acc*>(row_sum), which, static_cast<Acc*>(for_bias), n,
+                parts, warps);
+}
+
 void forward(const Launch& launch, const AttentionShape& s, const AttentionOperand& query, const AttentionOperand& key,
              const AttentionOperand& value, const AttentionState& state, bool fresh) {
   const auto call = s.dtype == DType::kF64 ? &forward_as<double> : &forward_as<float>;
@@ -295,7 +414,15 @@ void backward(const Launch& launch, const AttentionShape& s, const AttentionOper
   call(launch, s, query, key, value, grad, lse, row_sum, for_query, for_key, for_value);
 }
 
-constexpr AttentionKernels kAttention = {kAttentionAbi, sizeof(AttentionKernels), &forward, &merge, &backward};
+void bias_backward(const Launch& launch, const AttentionShape& s, const AttentionOperand& query,
+                   const AttentionOperand& key, const AttentionOperand& value, const AttentionOperand& grad,
+                   const void* lse, const void* row_sum, int which, void* for_bias) {
+  const auto call = s.dtype == DType::kF64 ? &bias_backward_as<double> : &bias_backward_as<float>;
+  call(launch, s, query, key, value, grad, lse, row_sum, which, for_bias);
+}
+
+constexpr AttentionKernels kAttention = {kAttentionAbi, sizeof(AttentionKernels), &forward, &merge, &backward,
+                                         &bias_backward};
 
 }  // namespace
 }  // namespace ds::kernels::cuda

@@ -11,5 +11,8 @@ void attention_merge(const Launch&, const AttentionState& into, const AttentionS
 void attention_backward(const Launch&, const AttentionShape&, const AttentionOperand& query,
                         const AttentionOperand& key, const AttentionOperand& value, const AttentionOperand& grad,
                         const void* lse, const void* row_sum, void* for_query, void* for_key, void* for_value);
+void attention_bias_backward(const Launch&, const AttentionShape&, const AttentionOperand& query,
+                             const AttentionOperand& key, const AttentionOperand& value, const AttentionOperand& grad,
+                             const void* lse, const void* row_sum, int which, void* for_bias);
 
 }  // namespace ds::kernels::ref

@@ -186,7 +186,7 @@ for _names, _formula in {
 
 def is_attention(name):
     """Whether the operator is fused attention or its backward."""
-    return name.removesuffix("_backward") in (*_FUSED, "deepspeed::attention")
+    return name.removesuffix("_backward") in (*_FUSED, "deepspeed::attention", "deepspeed::block_attention")
 
 
 @costs(*_FUSED, "deepspeed::attention")
@@ -198,6 +198,24 @@ def _attention(out, q, k, v, *_, **__):
 def _attention_backward(out, grad, q, k, v, *_, **__):
     """Scores again, then the gradients of probabilities, values, queries and keys."""
     return _scores(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]), _scores(q, k)
+
+
+@costs("deepspeed::block_attention")
+def _block_attention(out, q, k, v, share):
+    """Attention of the ``share`` of all scores that a layout has."""
+    return tuple(int(share * one) for one in _attention(out, q, k, v))
+
+
+@costs("deepspeed::block_attention_backward")
+def _block_attention_backward(out, grad, q, k, v, share):
+    return tuple(int(share * one) for one in _attention_backward(out, grad, q, k, v))
+
+
+@costs("deepspeed::block_attention_bias")
+def _block_attention_bias(out, grad, q, k, v, share):
+    """Scores again, and the gradients of probabilities; their sum."""
+    scores = int(share * _scores(q, k))
+    return scores * (q.shape[-1] + v.shape[-1]), 2 * scores
 
 
 costs("deepspeed::grouped_linear")(lambda out, x, weights: (x.numel() * out.shape[-1], 0))

@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from deepspeed.sequence.blockwise import Rows, ScoreRules, block_gradients, sink_gradient
+from deepspeed.ops.attention.blocks import Rows, ScoreRules, block_gradients, sink_gradient
 from deepspeed.sequence.fpdt_chunks import Store
 from deepspeed.sequence.tiled import tile_sizes
 
@@ -126,7 +126,8 @@ def chunked_attention(
     ``offload``: the memory in which queries, keys and values wait for backward. False: the device; True: host memory; a
     text: files in that folder. Only one backward may run, because it consumes them. ``looks(queries, keys)``, of
     two runs of tokens ``(start, stop)``: where a query may look beside being causal, ``[batch or 1, 1, queries,
-    keys]``, or None. ``scale``, ``soft_cap``, ``sinks`` (``[heads]``), ``dropped``: see ``blockwise.ScoreRules``.
+    keys]``, or None. ``scale``, ``soft_cap``, ``sinks`` (``[heads]``), ``dropped``: see ``ScoreRules`` in
+    ops/attention/blocks.py.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}: attention is computed for 1 token or more at a time")

@@ -4,9 +4,9 @@ Long-Context Language Model with Fully Pipelined Distributed Transformer" (2024)
 
 import torch
 
+from deepspeed.ops.attention.blocks import Dropped, Rows, ScoreRules
 from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.sequence import exchange
-from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules
 from deepspeed.sequence.chunked import attend_to_chunks, chunk_gradients
 from deepspeed.sequence.fpdt_chunks import Store
 from deepspeed.sequence.layer import apply_rotary_pos_emb

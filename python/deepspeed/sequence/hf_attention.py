@@ -10,8 +10,8 @@ from deepspeed._compat import backward_id
 from deepspeed.comm.hosts import hosts_of
 from deepspeed.comm.mesh import made_here
 from deepspeed.log import log_dist_once, warning_once
+from deepspeed.ops.attention.blocks import Dropped
 from deepspeed.sequence import exchange, methods, parallel_state, positions
-from deepspeed.sequence.blockwise import Dropped
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.masks import Whole, allowed_of
 from deepspeed.sequence.ulysses_ring import UlyssesRing

@@ -9,7 +9,7 @@ Transformers" (2023); Brandon et al., "Striped Attention" (2023), on balance.
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.sequence.blockwise import Rows, ScoreRules, block_gradients, sink_gradient
+from deepspeed.ops.attention.blocks import Rows, ScoreRules, block_gradients, sink_gradient
 from deepspeed.sequence.exchange import check_lengths, start_views
 
 TOKENS = 2  # the dimension of [batch, heads, tokens, size]
@@ -139,7 +139,7 @@ def ring_attention(
     ``causal``: parts have an even number of tokens. ``looks(queries, keys)``, of two runs ``(start, stop)`` of tokens
     of the whole sequence: where a query may look beside being causal, ``[batch or 1, 1, queries, keys]``, or None.
     ``scale``, ``soft_cap``, ``sinks`` (``[heads]``, the same on all ranks; a rank's gradient is that of its part),
-    ``dropped``: see ``blockwise.ScoreRules``.
+    ``dropped``: see ``ScoreRules`` in ops/attention/blocks.py.
     """
     check_lengths(query.shape[TOKENS], group, query.device)
     if causal and query.shape[TOKENS] % 2:

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "attention_problem.h"
 #include "device.h"
 
 namespace ds::kernels::test {
@@ -17,147 +18,6 @@ auto isa_attention_and_ref() {
   all.push_back({"ref", &ref_attention()});
   return all;
 }
-
-enum class Looks { kAll, kPadding, kPairs, kNothing };
-
-struct Case {
-  int64_t batch, heads, kv_heads, queries, keys, size, value_size;
-  bool causal = false;
-  int64_t offset = 0, window = 0;
-  Looks looks = Looks::kAll;
-  float soft_cap = 0;
-  double drop = 0;  // of probabilities
-};
-// Sizes around registers, panels and tiles; every mask, a cap and dropout; rows that see nothing.
-const std::vector<Case> kCases = {
-    {1, 1, 1, 1, 1, 1, 1},
-    {1, 2, 1, 3, 17, 8, 8},
-    {2, 4, 2, 17, 3, 40, 40, true, 1},
-    {1, 3, 3, 65, 65, 64, 64, true},
-    {1, 6, 2, 65, 17, 128, 128, false, 0, 0, Looks::kPadding},
-    {2, 2, 1, 17, 65, 8, 40, true, 48, 0, Looks::kPairs},
-    {1, 2, 2, 65, 65, 40, 8, true, 0, 7, Looks::kAll, 3},
-    {2, 3, 1, 3, 65, 64, 1, false, 20, 9, Looks::kPadding, 2},
-    {1, 2, 1, 65, 17, 16, 16, true, -20},
-    {1, 1, 1, 17, 17, 8, 8, false, 0, 0, Looks::kNothing},
-    {1, 1, 1, 300, 401, 24, 24, true, 101, 250, Looks::kPairs, 5},
-    {2, 4, 2, 33, 37, 8, 9, true, 2, 0, Looks::kAll, 0, 0.25},
-    {2, 3, 1, 19, 29, 5, 8, false, 0, 11, Looks::kPairs, 2, 0.5},
-    {1, 2, 1, 270, 395, 8, 8, true, 125, 0, Looks::kPadding, 0, 0.9},
-};
-
-std::string name(const Case& c, DType dtype, const char* isa) {
-  return std::string(isa) + " " + dtype_name(dtype) + " case " + std::to_string(&c - kCases.data());
-}
-
-// Inputs of a case, tokens before heads and with a gap behind each, and what the entries write.
-struct Problem {
-  AttentionShape shape = {};
-  Buffer query, key, value, grad;
-  std::vector<uint8_t> looks;
-  DType wide;
-
-  Problem(const Case& c, DType dtype)
-      : query(dtype, c.batch * c.queries * (c.heads * c.size + 1)),
-        key(dtype, c.batch * c.keys * (c.kv_heads * c.size + 1)),
-        value(dtype, c.batch * c.keys * (c.kv_heads * c.value_size + 1)),
-        grad(dtype, c.batch * c.queries * (c.heads * c.value_size + 1)),
-        looks(c.batch * c.queries * c.keys),
-        wide(dtype == DType::kF64 ? DType::kF64 : DType::kF32) {
-    query.randomize(1), key.randomize(2), value.randomize(3), grad.randomize(4);
-    shape.dtype = dtype;
-    shape.batch = c.batch, shape.heads = c.heads, shape.kv_heads = c.kv_heads;
-    shape.queries = c.queries, shape.keys = c.keys, shape.size = c.size, shape.value_size = c.value_size;
-    shape.scale = 1 / std::sqrt(static_cast<float>(c.size)), shape.soft_cap = c.soft_cap;
-    shape.causal = c.causal, shape.offset = c.offset, shape.window = c.window;
-    if (c.drop > 0)
-      shape.dropout = {0x123456789abcdefu,
-                       static_cast<uint32_t>(c.drop * 4294967296.0),
-                       static_cast<float>(1 / (1 - c.drop)),
-                       3,
-                       1000003,
-                       70001};  // numbers of a block far inside
-    if (c.looks == Looks::kAll) return;
-    for (size_t i = 0; i < looks.size(); ++i) looks[i] = c.looks != Looks::kNothing && (i * 7 + i / 5) % 3 != 0;
-    shape.looks = looks.data();
-    shape.looks_query = c.looks == Looks::kPadding ? 0 : c.keys;
-    shape.looks_batch = c.looks == Looks::kPadding ? c.keys : c.queries * c.keys;
-  }
-
-  AttentionOperand operand(const void* data, int64_t tokens, int64_t heads, int64_t size) const {
-    return {data, tokens * (heads * size + 1), size, heads * size + 1};
-  }
-  AttentionOperand q(const void* data) const { return operand(data, shape.queries, shape.heads, shape.size); }
-  AttentionOperand k(const void* data) const { return operand(data, shape.keys, shape.kv_heads, shape.size); }
-  AttentionOperand v(const void* data) const { return operand(data, shape.keys, shape.kv_heads, shape.value_size); }
-  AttentionOperand g(const void* data) const { return operand(data, shape.queries, shape.heads, shape.value_size); }
-  size_t rows() const { return shape.batch * shape.heads * shape.queries; }
-
-  // Places of a query head and token, and of the key/value head that it reads.
-  double at(const Buffer& x, AttentionOperand o, int64_t b, int64_t h, int64_t t, int64_t f) const {
-    return x.get(b * o.batch + h * o.head + t * o.token + f);
-  }
-};
-
-struct State {
-  Buffer largest, total, sum;
-  explicit State(const Problem& p)
-      : largest(p.wide, p.rows()), total(p.wide, p.rows()), sum(p.wide, p.rows() * p.shape.value_size) {}
-  AttentionState raw() { return {largest.data(), total.data(), sum.data()}; }
-};
-
-struct Gradients {
-  Buffer query, key, value;
-  explicit Gradients(const Problem& p)
-      : query(p.wide, p.rows() * p.shape.size),
-        key(p.wide, p.shape.batch * p.shape.kv_heads * p.shape.keys * p.shape.size),
-        value(p.wide, p.shape.batch * p.shape.kv_heads * p.shape.keys * p.shape.value_size) {}
-};
-
-void forward(const AttentionKernels& kernels, const Launch& launch, Problem& p, State& state, bool fresh = true) {
-  kernels.forward(launch, p.shape, p.q(p.query.data()), p.k(p.key.data()), p.v(p.value.data()), state.raw(), fresh);
-}
-void backward(const AttentionKernels& kernels, const Launch& launch, Problem& p, Buffer& lse, Buffer& row_sum,
-              Gradients& to) {
-  kernels.backward(launch, p.shape, p.q(p.query.data()), p.k(p.key.data()), p.v(p.value.data()), p.g(p.grad.data()),
-                   lse.data(), row_sum.data(), to.query.data(), to.key.data(), to.value.data());
-}
-
-// Batch, head and query of a row.
-struct Row {
-  int64_t b, h, i;
-};
-Row row_of(const AttentionShape& s, int64_t row) {
-  return {row / s.queries / s.heads, row / s.queries % s.heads, row % s.queries};
-}
-
-// The part of a forward's state that backward is given.
-void statistics(const Problem& p, const State& state, Buffer& lse, Buffer& row_sum) {
-  const AttentionShape& s = p.shape;
-  for (int64_t row = 0; row < static_cast<int64_t>(p.rows()); ++row) {
-    const auto [b, h, i] = row_of(s, row);
-    double sum = 0;
-    const double total = state.total.get(row);
-    for (int64_t f = 0; f < s.value_size && total > 0; ++f)
-      sum += state.sum.get(row * s.value_size + f) / total * p.at(p.grad, p.g(nullptr), b, h, i, f);
-    lse.set(row, state.largest.get(row) + std::log(total));
-    row_sum.set(row, sum);
-  }
-}
-
-// A forward and its backward.
-struct Results {
-  State state;
-  Buffer lse, row_sum;
-  Gradients grads;
-
-  Results(const AttentionKernels& kernels, Problem& p)
-      : state(p), lse(p.wide, p.rows()), row_sum(p.wide, p.rows()), grads(p) {
-    forward(kernels, {}, p, state);
-    statistics(p, state, lse, row_sum);
-    backward(kernels, {}, p, lse, row_sum, grads);
-  }
-};
 
 void expect_close(const Buffer& got, const Buffer& want, double terms, const std::string& where) {
   ASSERT_TRUE(got.canary_intact()) << where;
@@ -175,6 +35,8 @@ void expect_equal(const Gradients& got, const Gradients& want, double terms, con
   expect_close(got.query, want.query, terms, where + " of queries");
   expect_close(got.key, want.key, terms, where + " of keys");
   expect_close(got.value, want.value, terms, where + " of values");
+  for (size_t i = 0; i < want.biases.size(); ++i)
+    expect_close(got.biases[i], want.biases[i], terms * 4, where + " of bias " + std::to_string(i));
 }
 
 // Attention as it is written down, and its loss: the sum of output * grad.
@@ -187,15 +49,13 @@ class Whole {
     std::vector<double> out(s_.keys, 0.0);
     double total = sinks_.empty() ? 0 : std::exp(sinks_[h]);
     for (int64_t j = 0; j < s_.keys; ++j) {
-      const bool later = s_.causal && j > i + s_.offset, before = s_.window > 0 && j <= i + s_.offset - s_.window;
-      if (later || before) continue;
-      if (s_.looks != nullptr && s_.looks[b * s_.looks_batch + i * s_.looks_query + j] == 0) continue;
+      if (!p_.sees(b, h, i, j)) continue;
       double score = 0;
       for (int64_t f = 0; f < s_.size; ++f)
         score += p_.at(p_.query, p_.q(nullptr), b, h, i, f) *
                  p_.at(p_.key, p_.k(nullptr), b, h * s_.kv_heads / s_.heads, j, f) * s_.scale;
       if (s_.soft_cap > 0) score = s_.soft_cap * std::tanh(score / s_.soft_cap);
-      total += out[j] = std::exp(score);
+      total += out[j] = std::exp(score + p_.bias(b, h, i, j));
     }
     for (double& x : out) x = total > 0 ? x / total : 0;
     *lse = std::log(total);
@@ -272,6 +132,13 @@ TEST(AttentionTest, TheReferenceIsASoftmaxAndItsDerivative) {
     ASSERT_NEAR(grads.value.get(((b * s.kv_heads + kv) * s.keys + u) * s.value_size),
                 slope(p.value, b * v.batch + kv * v.head + u * v.token), 1e-6)
         << where;
+    for (int i = 0; i < kAttentionBiases; ++i) {
+      const size_t numel = p.shape.bias[i].data != nullptr ? grads.biases[i].size() : 0;
+      for (size_t at : {size_t{0}, numel / 2, numel - 1})
+        if (at < numel && std::isfinite(p.biases[i].get(at))) {
+          ASSERT_NEAR(grads.biases[i].get(at), slope(p.biases[i], at), 1e-6) << where << " bias " << i << " at " << at;
+        }
+    }
   }
 }
 
@@ -360,19 +227,26 @@ TEST(AttentionTest, InstructionSetsEqualTheReference) {
 }
 
 TEST(AttentionTest, ThreadsDoNotChangeTheBits) {
-  const Case c = {1, 4, 2, 350, 201, 40, 40, true, -50, 0, Looks::kAll, 0, 0.1};
-  Problem p(c, DType::kF32);
-  const AttentionKernels& kernels = *ds_attention_kernels(kAttentionAbi, "cpu");
-  Results want(kernels, p);
-  for (int threads : {1, 2, 5}) {
-    ThreadPool pool(threads);
-    State got(p);
-    Gradients grads(p);
-    forward(kernels, {&pool}, p, got);
-    backward(kernels, {&pool}, p, want.lse, want.row_sum, grads);
-    EXPECT_TRUE(same(got.sum, want.state.sum) && same(got.total, want.state.total)) << threads;
-    EXPECT_TRUE(same(got.largest, want.state.largest) && same(grads.query, want.grads.query)) << threads;
-    EXPECT_TRUE(same(grads.key, want.grads.key) && same(grads.value, want.grads.value)) << threads;
+  const Case cases[] = {
+      {1, 4, 2, 350, 201, 40, 40, true, -50, 0, Looks::kAll, 0, 0.1},
+      {2, 2, 2, 350, 201, 40, 40, false, 0, 0, Looks::kAll, 0, 0, 50, {kHeads | kQueries | kKeys, kInner | kKeys}, 2},
+  };
+  for (const Case& c : cases) {
+    Problem p(c, DType::kF32);
+    const AttentionKernels& kernels = *ds_attention_kernels(kAttentionAbi, "cpu");
+    Results want(kernels, p);
+    for (int threads : {1, 2, 5}) {
+      ThreadPool pool(threads);
+      State got(p);
+      Gradients grads(p);
+      forward(kernels, {&pool}, p, got);
+      backward(kernels, {&pool}, p, want.lse, want.row_sum, grads);
+      EXPECT_TRUE(same(got.sum, want.state.sum) && same(got.total, want.state.total)) << threads;
+      EXPECT_TRUE(same(got.largest, want.state.largest) && same(grads.query, want.grads.query)) << threads;
+      EXPECT_TRUE(same(grads.key, want.grads.key) && same(grads.value, want.grads.value)) << threads;
+      for (int i = 0; i < kAttentionBiases; ++i)
+        EXPECT_TRUE(same(grads.biases[i], want.grads.biases[i])) << threads << " bias " << i;
+    }
   }
 }
 
@@ -394,7 +268,7 @@ void in_blocks(Problem& p, const std::vector<int64_t>& stops, const Part& part) 
 
 TEST(AttentionTest, BlocksAndMergedBlocksEqualTheWhole) {
   for (const Case& c : kCases) {
-    if (c.keys < 17) continue;
+    if (c.keys < 17 || c.block > 0 || c.biases[0] != 0 || c.biases[1] != 0) continue;
     Problem p(c, DType::kF32);
     const AttentionShape whole = p.shape;
     State want(p);
@@ -463,6 +337,21 @@ TEST_F(CudaAttentionTest, EqualsTheReference) {
           for_value(driver, grads.value);
       AttentionShape shape = p.shape;
       if (shape.looks != nullptr) shape.looks = static_cast<const uint8_t*>(seen.data());
+      std::vector<Buffer> lists;
+      for (const auto* one :
+           {&p.layout.keys.start, &p.layout.keys.list, &p.layout.readers.start, &p.layout.readers.list}) {
+        lists.emplace_back(DType::kF32, one->size() + 1);  // a device has no memory of no size
+        std::memcpy(lists.back().data(), one->data(), one->size() * sizeof(int32_t));
+      }
+      OnDevice keys_start(driver, lists[0]), keys_list(driver, lists[1]), readers_start(driver, lists[2]),
+          readers(driver, lists[3]), first(driver, p.biases[0]), second(driver, p.biases[1]),
+          for_first(driver, grads.biases[0]), for_second(driver, grads.biases[1]);
+      shape.blocks.start = static_cast<const int32_t*>(keys_start.data());
+      shape.blocks.list = static_cast<const int32_t*>(keys_list.data());
+      shape.blocks.reader_start = static_cast<const int32_t*>(readers_start.data());
+      shape.blocks.readers = static_cast<const int32_t*>(readers.data());
+      if (shape.bias[0].data != nullptr) shape.bias[0].data = first.data();
+      if (shape.bias[1].data != nullptr) shape.bias[1].data = second.data();
       const AttentionState state = {largest.data(), total.data(), sum.data()};
       const double terms = static_cast<double>(c.keys + c.queries * c.heads / c.kv_heads);
       // Twice the same keys: twice the totals. Then merged with itself.
@@ -481,7 +370,11 @@ TEST_F(CudaAttentionTest, EqualsTheReference) {
       expect_equal(got, four, 4 * terms, name(c, dtype, "cuda") + " merged");
       cuda.backward({}, shape, p.q(q.data()), p.k(k.data()), p.v(v.data()), p.g(g.data()), l.data(), r.data(),
                     for_query.data(), for_key.data(), for_value.data());
-      for_query.fetch(), for_key.fetch(), for_value.fetch();
+      for (int i = 0; i < kAttentionBiases; ++i)
+        if (shape.bias[i].data != nullptr)
+          cuda.bias_backward({}, shape, p.q(q.data()), p.k(k.data()), p.v(v.data()), p.g(g.data()), l.data(), r.data(),
+                             i, i == 0 ? for_first.data() : for_second.data());
+      for_query.fetch(), for_key.fetch(), for_value.fetch(), for_first.fetch(), for_second.fetch();
       expect_no_error();
       expect_equal(grads, want_grads, terms, name(c, dtype, "cuda"));
     }

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from deepspeed._native import _C
-from deepspeed.sequence import blockwise, masks
-from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules, block_gradients, philox
+from deepspeed.ops.attention import blocks
+from deepspeed.ops.attention.blocks import Dropped, Rows, ScoreRules, block_gradients, philox
+from deepspeed.sequence import masks
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.hf_attention import UlyssesSPAttentionHF
 from refusals import refused
@@ -54,7 +55,7 @@ def given(dtype):
 @pytest.fixture
 def no_scores(monkeypatch):
     """Torch may not compute scores."""
-    monkeypatch.setattr(blockwise, "_scores", lambda *args: pytest.fail("a block of scores was made"))
+    monkeypatch.setattr(blocks, "_scores", lambda *args: pytest.fail("a block of scores was made"))
 
 
 @pytest.mark.parametrize("cap", [0.0, 0.7])
@@ -218,8 +219,8 @@ def test_kernels_compute_them(dtype, no_scores):
 
 
 def test_torch_computes_what_kernels_do_not(monkeypatch):
-    scores = mock.Mock(wraps=blockwise._scores)
-    monkeypatch.setattr(blockwise, "_scores", scores)
+    scores = mock.Mock(wraps=blocks._scores)
+    monkeypatch.setattr(blocks, "_scores", scores)
     one = torch.ones(1, 1, 3, 2)
     Rows(one.double(), 1, HALF).see(one.double(), one.double())
     assert scores.call_count == 1

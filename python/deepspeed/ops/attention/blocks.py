@@ -6,26 +6,14 @@ heads. Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2. On the CPU th
 compute it, by tiles; elsewhere and in fp64 torch does, a block of scores at a time.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from deepspeed._native import _C, tell_modes
-from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.attention.body import on_host, ops
 
-_BY_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
 _WORD = (1 << 32) - 1
-
-
-@functools.lru_cache(maxsize=4)
-def _ops_of(threads):
-    return _C.AttentionOps(threads)
-
-
-def _by_kernel(query):
-    """Whether the kernels compute this."""
-    return get_accelerator()._on_host(query.device) and query.dtype in _BY_KERNEL
 
 
 class Dropped:
@@ -147,7 +135,7 @@ class Rows:
         """``position``: of the first query and key in the whole sequence."""
         if self.high is None and self.rules.sinks is not None:
             self._begin_with_sinks(value.shape[-1])
-        if _by_kernel(self.query):
+        if on_host(self.query):
             self._see_by_kernel(key, value, causal, position, looks)
             return
         query = _grouped(self.query, self.kv_heads)
@@ -182,7 +170,7 @@ class Rows:
         if not query.is_meta:
             state = [self.high, self.total, self.sum]
             rules = self.rules.of_block(causal, looks, position)
-            _ops_of(torch.get_num_threads()).forward([query, key, value], state, fresh, rules)
+            ops().forward([query, key, value], state, fresh, rules)
         tell_modes("attention", self.sum, query, key, value)
 
     def result(self):
@@ -197,11 +185,11 @@ def block_gradients(query, key, value, grad, row_sum, lse, rules, causal, positi
     """Gradients of one block: ``(queries', keys', values')`` gradients, fp32 or wider. ``grad``: of the output;
     ``row_sum``: the sum over features of output times ``grad``; ``lse``: what ``Rows.result`` has returned;
     ``position``: as in ``Rows.see``."""
-    if _by_kernel(query):
+    if on_host(query):
         found = [torch.empty(one.shape, dtype=lse.dtype, device=one.device) for one in (query, key, value)]
         if not query.is_meta:
             how = rules.of_block(causal, looks, position)
-            _ops_of(torch.get_num_threads()).backward([query, key, value, grad], [lse, row_sum], found, how)
+            ops().backward([query, key, value, grad], [lse, row_sum], found, how)
         tell_modes("attention_backward", found, grad, query, key, value)
         return tuple(found)
     heads, soft_cap = key.shape[1], rules.soft_cap
