@@ -88,6 +88,20 @@ struct BlockSum {
   size_t parts, stride;
 };
 
+// [Note: fake quantization]
+// Each element becomes the nearest of 2^bits numbers of its group (`group` elements in a row, the last may be shorter),
+// and stays where it is. Symmetric: the step is (2 * largest absolute value + 1e-5) / 2^bits, the number of an element
+// is x / step, rounded and kept between -2^(bits-1) and 2^(bits-1) - 1. With an offset: the step is (largest - smallest
+// + 1e-5) / 2^bits, the number is (x - smallest) / step between 0 and 2^bits - 1. Rounding is to the nearest (ties to
+// even), or up with the probability of the fraction, by random_bits() of [Note: random rounding] and the number of the
+// element. A group with a NaN or an infinity comes back as NaN. Source: DeepSpeed's published formulas (MoQ).
+struct FakeQuant {
+  int bits;  // 1 to 8
+  size_t group;
+  bool offset, stochastic;
+  uint64_t seed;
+};
+
 struct CodeKernels {
   uint32_t abi, size;
 
@@ -98,9 +112,11 @@ struct CodeKernels {
   void (*encode_blocks)(const Launch&, const BlockCode& code, DType values, const BlockRun* runs, size_t count);
   void (*decode_blocks)(const Launch&, const BlockCode& code, DType out, const BlockSum* runs, size_t count,
                         float factor, bool add);
+  // `dtype`: kF32, kF16 or kBF16.
+  void (*fake_quant)(const Launch&, const FakeQuant& how, DType dtype, void* values, size_t numel);
 };  // append only
 
-constexpr uint32_t kCodesAbi = 1;
+constexpr uint32_t kCodesAbi = 2;
 
 }  // namespace ds::kernels
 

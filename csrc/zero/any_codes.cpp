@@ -21,6 +21,7 @@ using kernels::BlockRun;
 using kernels::BlockSum;
 using kernels::CodeKernels;
 using kernels::ErrorSum;
+using kernels::FakeQuant;
 using kernels::SignRun;
 using kernels::SignSum;
 
@@ -130,6 +131,14 @@ void decode_blocks(const c10::Device& device, const Launch& launch, const BlockC
   }
 }
 
+void fake_quant(const c10::Device& device, const Launch& launch, const FakeQuant& how, DType dtype, void* values,
+                size_t numel) {
+  OnHost host(device);
+  void* here = host.change(values, numel * dtype_bytes(dtype));
+  cpu_codes().fake_quant({launch.pool}, how, dtype, here, numel);
+  host.give_back();
+}
+
 template <size_t... kType>
 auto make_code_tables(std::index_sequence<kType...>) {
   const auto table = [](auto type) -> CodeKernels {
@@ -140,7 +149,8 @@ auto make_code_tables(std::index_sequence<kType...>) {
             &Entry<kOne, &encode_signs>::call,
             &Entry<kOne, &decode_signs>::call,
             &Entry<kOne, &encode_blocks>::call,
-            &Entry<kOne, &decode_blocks>::call};
+            &Entry<kOne, &decode_blocks>::call,
+            &Entry<kOne, &fake_quant>::call};
   };
   return std::array<CodeKernels, sizeof...(kType)>{{table(std::integral_constant<size_t, kType>())...}};
 }

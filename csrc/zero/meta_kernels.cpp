@@ -96,6 +96,9 @@ kernels::CodeKernels make_codes() {
     const size_t codes = parts_bytes(runs, count, [&](size_t numel) { return block_bytes(code, numel); });
     ran("decode_blocks", numel_of(runs, count) * dtype_bytes(out) * (add ? 2 : 1) + codes);
   };
+  made.fake_quant = [](const Launch&, const kernels::FakeQuant&, DType dtype, void*, size_t numel) {
+    ran("fake_quant", 2 * numel * dtype_bytes(dtype));
+  };
   return made;
 }
 

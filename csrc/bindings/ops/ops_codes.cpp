@@ -112,12 +112,31 @@ class CodeOps {
     return out.to(type);
   }
 
+  // Rounds `values`, which has no gaps, in place to 2^bits numbers for each of `groups` groups.
+  void fake_quant(const at::Tensor& values, int64_t groups, int bits, bool offset, bool stochastic, uint64_t seed) {
+    if (bits < 1 || bits > 8) fail(ErrorKind::kValue, "quantization to ", bits, " bits is not there; use 1 to 8");
+    const at::Tensor flat = values.detach();
+    check_groups(flat.numel(), groups);
+    if (!flat.is_contiguous())
+      fail(ErrorKind::kValue, "a tensor that is quantized in place has no gaps; got the strides ", flat.strides(),
+           ": pass tensor.contiguous()");
+    const DType type = zero::kernel_dtype(flat.scalar_type(), "the tensor to quantize");
+    const auto group = static_cast<size_t>(std::max<int64_t>(flat.numel() / groups, 1));
+    const kernels::FakeQuant how = {bits, group, offset, stochastic, seed};
+    on(flat, [&](const CodeKernels& codes, const kernels::Launch& launch) {
+      codes.fake_quant(launch, how, type, flat.data_ptr(), static_cast<size_t>(flat.numel()));
+    });
+  }
+
  private:
-  static BlockCode code_of(int64_t numel, int64_t groups, int bits, bool offset) {
-    if (bits != 4 && bits != 8) fail(ErrorKind::kValue, "quantization to ", bits, " bits is not there; use 4 or 8");
+  static void check_groups(int64_t numel, int64_t groups) {
     if (groups < 1 || numel % groups != 0)
       fail(ErrorKind::kValue, numel, " elements cannot be cut into ", groups, " equal groups; use a divisor of ",
            numel);
+  }
+  static BlockCode code_of(int64_t numel, int64_t groups, int bits, bool offset) {
+    if (bits != 4 && bits != 8) fail(ErrorKind::kValue, "quantization to ", bits, " bits is not there; use 4 or 8");
+    check_groups(numel, groups);
     const int64_t group = std::max<int64_t>(numel / groups, bits == 4 ? 2 : 1);
     if (bits == 4 && group % 2 != 0)
       fail(ErrorKind::kValue, "groups of ", group,
@@ -148,7 +167,8 @@ DS_BINDINGS(m) {
       .def("pack_signs", &CodeOps::pack_signs, "values"_a)
       .def("unpack_signs", &CodeOps::unpack_signs, "bits"_a, "numel"_a)
       .def("encode", &CodeOps::encode, "values"_a, "groups"_a, "bits"_a, "offset"_a)
-      .def("decode", &CodeOps::decode, "codes"_a, "params"_a, "groups"_a, "bits"_a, "offset"_a, "parts"_a, "dtype"_a);
+      .def("decode", &CodeOps::decode, "codes"_a, "params"_a, "groups"_a, "bits"_a, "offset"_a, "parts"_a, "dtype"_a)
+      .def("fake_quant", &CodeOps::fake_quant, "values"_a, "groups"_a, "bits"_a, "offset"_a, "stochastic"_a, "seed"_a);
 }
 
 }  // namespace ds::bindings

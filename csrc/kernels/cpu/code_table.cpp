@@ -8,11 +8,11 @@ namespace {
 
 IsaTables<CodeKernels> code_tables() {
   IsaTables<CodeKernels> all = {{kCodesAbi, sizeof(CodeKernels), &ref::sum_squares_with_error, &ref::encode_signs,
-                                 &ref::decode_signs, &ref::encode_blocks, &ref::decode_blocks},
+                                 &ref::decode_signs, &ref::encode_blocks, &ref::decode_blocks, &ref::fake_quant},
                                 {}};
   for (int i = 0; i < kIsaCount; ++i)
     all.by_isa[i] = {kCodesAbi,       sizeof(CodeKernels), kSumSquaresWithError[i], kEncodeSigns[i],
-                     kDecodeSigns[i], kEncodeBlocks[i],    kDecodeBlocks[i]};
+                     kDecodeSigns[i], kEncodeBlocks[i],    kDecodeBlocks[i],        kFakeQuant[i]};
   return all;
 }
 

@@ -13,6 +13,7 @@ extern const decltype(CodeKernels::encode_signs) kEncodeSigns[kIsaCount];
 extern const decltype(CodeKernels::decode_signs) kDecodeSigns[kIsaCount];
 extern const decltype(CodeKernels::encode_blocks) kEncodeBlocks[kIsaCount];
 extern const decltype(CodeKernels::decode_blocks) kDecodeBlocks[kIsaCount];
+extern const decltype(CodeKernels::fake_quant) kFakeQuant[kIsaCount];
 
 // Calls body(s, first, last) for units of `width` elements of every run, of which the last unit may be shorter.
 template <typename Run, typename Body>

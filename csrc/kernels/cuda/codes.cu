@@ -5,6 +5,7 @@
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/entries.cuh"
 #include "kernels/cuda/piece_list.cuh"
+#include "kernels/fake_quant.h"
 #include "kernels/sum_order.h"
 
 namespace ds::kernels::cuda {
@@ -313,8 +314,67 @@ void decode_blocks(const Launch& launch, const BlockCode& code, DType out, const
   });
 }
 
+// ---- fake quantization ----
+constexpr size_t kFakePiece = 16 * kThreads;  // elements of a block of threads, all of one group
+
+// The pieces of a call: all groups have as many.
+struct FakePieces {
+  size_t numel, group, per_group;
+  FakePieces(const FakeQuant& how, size_t numel)
+      : numel(numel), group(how.group < numel ? how.group : numel), per_group((group + kFakePiece - 1) / kFakePiece) {}
+  __host__ __device__ size_t count() const { return (numel + group - 1) / group * per_group; }
+  __device__ size_t begin(size_t piece) const { return piece / per_group * group + piece % per_group * kFakePiece; }
+  __device__ size_t end(size_t piece) const {
+    const size_t of_group = smaller(numel, (piece / per_group + 1) * group);
+    return smaller(of_group, begin(piece) + kFakePiece);
+  }
+};
+
+__device__ inline float one_value(const void* data, DType dtype, size_t i) {
+  float x[1];
+  load(data, dtype, i, x);
+  return x[0];
+}
+
+__global__ void fake_range_kernel(FakePieces pieces, DType dtype, const void* values, ValueRange* ranges) {
+  DS_SHARED(ValueRange, shared, [kThreads]);
+  ValueRange range = no_values();
+  for (size_t i = pieces.begin(blockIdx.x) + threadIdx.x; i < pieces.end(blockIdx.x); i += blockDim.x)
+    range = with_value(range, one_value(values, dtype, i));
+  shared[threadIdx.x] = range;
+  __syncthreads();
+  for (unsigned width = kThreads / 2; width > 0; width /= 2) {
+    if (threadIdx.x < width) shared[threadIdx.x] = with_range(shared[threadIdx.x], shared[threadIdx.x + width]);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) ranges[blockIdx.x] = shared[0];
+}
+
+__global__ void fake_round_kernel(FakePieces pieces, FakeQuant how, DType dtype, void* values,
+                                  const ValueRange* ranges) {
+  const size_t first = blockIdx.x / pieces.per_group * pieces.per_group;
+  ValueRange range = no_values();
+  for (size_t p = 0; p < pieces.per_group; ++p) range = with_range(range, ranges[first + p]);
+  const FakeSteps steps = fake_steps(how, range);
+  const RandomKey key = random_key(how.seed, 0, 0);
+  for (size_t i = pieces.begin(blockIdx.x) + threadIdx.x; i < pieces.end(blockIdx.x); i += blockDim.x) {
+    const float x[1] = {fake_value(how, steps, key, one_value(values, dtype, i), static_cast<uint32_t>(i))};
+    store(values, dtype, i, x);
+  }
+}
+
+void fake_quant(const Launch& launch, const FakeQuant& how, DType dtype, void* values, size_t numel) {
+  if (numel == 0) return;
+  const FakePieces pieces(how, numel);
+  auto* ranges = static_cast<ValueRange*>(launch.scratch->allocate(pieces.count() * sizeof(ValueRange)));
+  if (ranges == nullptr) return;  // whoever passed the scratch knows
+  const auto blocks = static_cast<unsigned>(pieces.count());
+  launch_kernel(launch, &fake_range_kernel, blocks, kThreads, 0, pieces, dtype, values, ranges);
+  launch_kernel(launch, &fake_round_kernel, blocks, kThreads, 0, pieces, how, dtype, values, ranges);
+}
+
 constexpr CodeKernels kCodes = {kCodesAbi,     sizeof(CodeKernels), &sum_squares_with_error, &encode_signs,
-                                &decode_signs, &encode_blocks,      &decode_blocks};
+                                &decode_signs, &encode_blocks,      &decode_blocks,          &fake_quant};
 
 }  // namespace
 }  // namespace ds::kernels::cuda

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kernels/block_scale.h"
+#include "kernels/fake_quant.h"
 #include "kernels/ref/element.h"
 #include "kernels/sum_order.h"
 
@@ -137,6 +138,18 @@ void decode_blocks(const Launch&, const BlockCode& code, DType out, const BlockS
       sum = sum * factor;
       store(run->out, out, i, add ? load_float(run->out, out, i) + sum : sum);
     }
+  }
+}
+
+void fake_quant(const Launch&, const FakeQuant& how, DType dtype, void* values, size_t numel) {
+  const RandomKey key = random_key(how.seed, 0, 0);
+  for (size_t begin = 0; begin < numel; begin += how.group) {
+    const size_t end = std::min(numel, begin + how.group);
+    ValueRange range = no_values();
+    for (size_t i = begin; i < end; ++i) range = with_value(range, load_float(values, dtype, i));
+    const FakeSteps steps = fake_steps(how, range);
+    for (size_t i = begin; i < end; ++i)
+      store(values, dtype, i, fake_value(how, steps, key, load_float(values, dtype, i), static_cast<uint32_t>(i)));
   }
 }
 

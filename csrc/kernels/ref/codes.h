@@ -10,5 +10,6 @@ void decode_signs(const Launch&, const SignSum* runs, size_t count, float factor
 void encode_blocks(const Launch&, const BlockCode& code, DType values, const BlockRun* runs, size_t count);
 void decode_blocks(const Launch&, const BlockCode& code, DType out, const BlockSum* runs, size_t count, float factor,
                    bool add);
+void fake_quant(const Launch&, const FakeQuant& how, DType dtype, void* values, size_t numel);
 
 }  // namespace ds::kernels::ref

@@ -414,6 +414,64 @@ TEST(CodesTest, SignsAndTheirErrorsAreTheValues) {
   }
 }
 
+// ---- fake quantization ----
+template <typename Each>
+void each_fake_case(const Each& each) {
+  for (int bits : {1, 3, 8})
+    for (size_t group : {size_t{1}, size_t{7}, size_t{64}, size_t{20000}})
+      for (bool offset : {false, true})
+        for (bool stochastic : {false, true})
+          for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16})
+            each(FakeQuant{bits, group, offset, stochastic, 77}, dtype, group > 1000 ? size_t{50001} : size_t{333});
+}
+std::string text_of(const FakeQuant& how, DType dtype, const char* where) {
+  return std::string(where) + " " + dtype_name(dtype) + " bits " + std::to_string(how.bits) + " group " +
+         std::to_string(how.group) + (how.offset ? " offset" : "") + (how.stochastic ? " stochastic" : "");
+}
+Buffer fake_values(const FakeQuant& how, DType dtype, size_t numel) {
+  Buffer values(dtype, numel, how.group % 3);
+  values.randomize(static_cast<unsigned>(how.bits));
+  values.set(3, -0.0);
+  if (how.group == 64) values.set(70, NAN), values.set(200, INFINITY);
+  return values;
+}
+
+TEST(FakeQuantTest, ByHand) {
+  std::vector<float> x = {0.5f, -1.0f, 0.24f, 1.0f, 3.0f, 3.0f};
+  const float step = (2 + 1e-5f) / 8, other = (6 + 1e-5f) / 8;
+  ref_codes().fake_quant({}, {3, 4, false, false, 0}, DType::kF32, x.data(), x.size());
+  EXPECT_EQ(x, (std::vector<float>{2 * step, -4 * step, step, 3 * step, 3 * other, 3 * other}));
+  x = {0.0f, 1.0f, 0.4f, 0.6f};
+  ref_codes().fake_quant({}, {1, 4, true, false, 0}, DType::kF32, x.data(), x.size());
+  const float half = (1 + 1e-5f) / 2;
+  EXPECT_EQ(x, (std::vector<float>{0, half, half, half}));
+}
+
+TEST(FakeQuantTest, EveryIsaGivesTheBitsOfTheReference) {
+  ThreadPool pool(3);
+  each_fake_case([&](const FakeQuant& how, DType dtype, size_t numel) {
+    Buffer want = fake_values(how, dtype, numel);
+    ref_codes().fake_quant({}, how, dtype, want.data(), numel);
+    for (const auto& isa : isa_codes()) {
+      Buffer got = fake_values(how, dtype, numel);
+      isa.kernels->fake_quant({&pool}, how, dtype, got.data(), numel);
+      ASSERT_TRUE(got.canary_intact() && same(got, want)) << text_of(how, dtype, isa.isa);
+    }
+    for (size_t i = 64; how.group == 64 && i < 256; ++i) EXPECT_EQ(std::isnan(want.get(i)), i < 128 || i >= 192) << i;
+  });
+}
+
+TEST(FakeQuantTest, StochasticRoundingKeepsTheMean) {
+  const size_t numel = 40000;
+  std::vector<float> x(numel, 0.3f);
+  x[0] = 1;
+  ref_codes().fake_quant({}, {4, numel, false, true, 5}, DType::kF32, x.data(), numel);
+  double sum = 0;
+  for (size_t i = 1; i < numel; ++i) sum += x[i];
+  const double step = 2.0 / 16, deviation = step / 2 / std::sqrt(static_cast<double>(numel));
+  EXPECT_NEAR(sum / (numel - 1), 0.3, 4 * deviation);
+}
+
 class CudaCodesTest : public CudaTest {
  protected:
   void SetUp() override {
@@ -448,6 +506,23 @@ TEST_F(CudaCodesTest, SignsAreThoseOfTheReference) {
     got.decode(*codes, {}, OnCuda(driver));
     expect_same_outputs(got, want, "cuda");
   }
+  expect_no_error();
+}
+
+TEST_F(CudaCodesTest, FakeQuantizationGivesTheBitsOfTheReference) {
+  size_t number = 0;
+  each_fake_case([&](const FakeQuant& how, DType dtype, size_t numel) {
+    if (cuda_runs_on_cpu() && ++number % 4 != 0) return;  // which takes long
+    Buffer want = fake_values(how, dtype, numel), got = want;
+    ref_codes().fake_quant({}, how, dtype, want.data(), numel);
+    {
+      OnDevice there(driver, got);
+      DriverScratch scratch(driver);
+      codes->fake_quant({nullptr, nullptr, &scratch}, how, dtype, there.data(), numel);
+      there.fetch();
+    }
+    ASSERT_TRUE(got.canary_intact() && same(got, want)) << text_of(how, dtype, "cuda");
+  });
   expect_no_error();
 }
 

@@ -5,10 +5,12 @@ Symmetric codes are in two's complement, and a value is ``code * scale``. Asymme
 """
 
 import enum
+import functools
 
 import torch
 
 from deepspeed.ops.codes import code_ops
+from deepspeed.ops.quantizer.quantizer import fake_quant
 
 
 class QuantizationType(enum.Enum):
@@ -104,3 +106,18 @@ def _with_minima(codes, scales, minima, groups, group_size, bits):
     params = torch.stack([scales.reshape(-1).float(), minima.reshape(-1).float()], 1)
     values = code_ops().decode(codes, params, groups, bits, True, 1, torch.float16)
     return values.view(groups, group_size)
+
+
+def _rounding(asymmetric, stochastic):
+    @functools.wraps(fake_quant)
+    def function(vals, groups, bits):
+        return fake_quant(vals, groups, bits, asymmetric, stochastic)
+
+    return function
+
+
+# Called by their dtype: (tensor, groups, bits), in place.
+ds_quantize_fp32 = ds_quantize_fp16 = ds_quantize_bf16 = _rounding(False, False)
+ds_sr_quantize_fp32 = ds_sr_quantize_fp16 = ds_sr_quantize_bf16 = _rounding(False, True)
+ds_quantize_asym_fp32 = ds_quantize_asym_fp16 = ds_quantize_asym_bf16 = _rounding(True, False)
+ds_sr_quantize_asym_fp32 = ds_sr_quantize_asym_fp16 = ds_sr_quantize_asym_bf16 = _rounding(True, True)
