@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from harness import run_ranks
 from compressed_gpt import train
+from harness import run_ranks
 
 
 @functools.lru_cache

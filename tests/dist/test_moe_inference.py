@@ -12,9 +12,9 @@ import deepspeed
 import hf_like_moe as look_alikes
 from deepspeed.moe.layer import MoE
 from harness import on_ranks
+from logs import logged
 from models import Parts, seeded
 from moe_models import WIDTH, batch, expert, values
-from logs import logged
 from refusals import refused
 from runs import engine_of, take_step
 

@@ -124,7 +124,7 @@ PYTHON_FOLDERS = {
     "checkpoint": [{"layouts"}, {"write"}, {"engines", "read"}, {"convert"}, {"save"}],
     "engine": [{"parts"}, {"pipeline_parts"}],
     "ops": [
-        {"adam", "attention", "random_ltd"},
+        {"adam", "attention", "quantizer", "random_ltd"},
         {"deepspeed4science", "sparse_attention"},
         {"op_builder"},
         {"aio", "gds", "pin_memory"},

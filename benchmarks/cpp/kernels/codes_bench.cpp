@@ -96,6 +96,24 @@ void decode_blocks(benchmark::State& state) {
       });
 }
 
+// Arguments: as above, and elements of a group. The stream reads and writes the same bytes.
+void fake_quant(benchmark::State& state) {
+  const size_t n = state.range(0);
+  const DType dtype = static_cast<DType>(state.range(2));
+  const FakeQuant how = {8, static_cast<size_t>(state.range(3)), false, false, 0};
+  const size_t bytes = n * dtype_bytes(dtype);
+  Memory values(bytes), want(bytes);
+  values.fill(dtype, n), want.fill(dtype, n);
+  ThreadPool pool(static_cast<int>(state.range(1)));
+  codes().fake_quant({&pool}, how, dtype, values.as<>(), n);
+  ref_codes().fake_quant({&pool}, how, dtype, want.as<>(), n);
+  if (!equal(values, want, bytes)) return state.SkipWithError("differs from the reference");
+  const Stream both = {values.as<float>(), {}, want.as<float>(), bytes / 4};
+  run(
+      state, 2 * bytes, [&] { codes().fake_quant({&pool}, how, dtype, values.as<>(), n); }, 2 * bytes,
+      [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, &both, 1)); });
+}
+
 BENCHMARK(signs_with_error)
     ->ArgNames({"n", "threads"})
     ->ArgsProduct({{16 << 20}, {1, 2}})
@@ -112,6 +130,12 @@ BENCHMARK(encode_blocks)
 BENCHMARK(decode_blocks)
     ->ArgNames({"n", "threads", "bits", "dtype"})
     ->ArgsProduct(kBlockCases)
+    ->UseManualTime()
+    ->Unit(benchmark::kMillisecond);
+
+BENCHMARK(fake_quant)
+    ->ArgNames({"n", "threads", "dtype", "group"})
+    ->ArgsProduct({{16 << 20}, {1, 2}, kBlockCases[3], {512, 16 << 20}})
     ->UseManualTime()
     ->Unit(benchmark::kMillisecond);
 

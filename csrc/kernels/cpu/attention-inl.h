@@ -74,7 +74,17 @@ class Floats {
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
 
-inline int64_t panel_width() { return 2 * static_cast<int64_t>(Lanes(ScalableTag<float>())); }
+// Queries of a panel: two registers of them, or one where no block of queries has more.
+inline int64_t panel_width(const AttentionShape& s) {
+  const auto lanes = static_cast<int64_t>(Lanes(ScalableTag<float>()));
+  return s.blocks.size > 0 && s.blocks.size <= lanes ? lanes : 2 * lanes;
+}
+// add_tile() for panels of `wide` queries.
+inline void add_panel_tile(const float* a, const float* b, int64_t depth, float* c, int64_t stride, int64_t rows,
+                           int64_t columns, int64_t wide, bool fresh) {
+  const bool narrow = wide == static_cast<int64_t>(Lanes(ScalableTag<float>()));
+  (narrow ? &add_narrow_tile : &add_tile)(a, b, depth, c, stride, rows, columns, fresh);
+}
 inline int64_t whole_rows(int64_t n) { return (n + kTileRows - 1) / kTileRows * kTileRows; }
 
 // exp(x) for x below 88; 0 below -87.3. A nan stays one. Cody and Waite's reduction, Cephes' polynomial.
@@ -106,10 +116,12 @@ HWY_INLINE V tanh_of(D d, V x) {
   return IfThenElse(Lt(size, Set(d, 0.625f)), MulAdd(Mul(p, square), x, x), far);
 }
 
-// Keys [begin, end) of a tile. `partly`: not every query sees all of them by its position.
+// Keys [begin, end) of a tile, for a panel of `wide` queries. `partly`: not every query sees all of them by its
+// position.
 struct Seen {
   int64_t begin, end;
   bool partly;
+  int64_t wide;
 };
 // Those that a panel of queries [row, row + count) looks at among the `keys` first ones of a tile that begins at key
 // `start`; begin is a multiple of kTileRows.
@@ -117,7 +129,7 @@ inline Seen seen_of(const AttentionShape& s, int64_t row, int64_t count, int64_t
   const KeyRun low = keys_by_position(s, row), high = keys_by_position(s, row + count - 1);
   const int64_t begin = cpu::most(low.first - start, 0), end = cpu::least(high.stop - start, keys);
   const bool partly = high.first - start > begin / kTileRows * kTileRows || low.stop - start < end;
-  return {begin / kTileRows * kTileRows, cpu::most(end, begin / kTileRows * kTileRows), partly};
+  return {begin / kTileRows * kTileRows, cpu::most(end, begin / kTileRows * kTileRows), partly, panel_width(s)};
 }
 
 // The keys of a group of queries [row, row + count), which are of one block of queries: tiles that hold keys of
@@ -150,13 +162,13 @@ class KeyTiles {
   // The keys of the tile that the panel of queries [row, row + count) sees.
   Seen seen(int64_t row, int64_t count) const {
     if (runs_ == 1) return seen_of(s_, row, count, run_[0].key, keys_);
-    return {0, keys_, true};
+    return {0, keys_, true, panel_width(s_)};
   }
   // Those of a run, by their numbers in the tile.
   Seen seen(int64_t row, int64_t count, const cpu::KeysOfTile& run) const {
     if (runs_ == 1) return seen(row, count);
     const Seen seen = seen_of(s_, row, count, run.key, run.count);
-    return {run.at, run.at + run.count, seen.partly || seen.begin > 0 || seen.end < run.count};
+    return {run.at, run.at + run.count, seen.partly || seen.begin > 0 || seen.end < run.count, seen.wide};
   }
 
  private:
@@ -183,23 +195,23 @@ void with_rows(const KeyTiles& tile, const T* x, int64_t token, int64_t size, fl
 
 // Scores of keys [begin, end) x a panel: a packed by keys, b by queries, both over `depth` features.
 inline void multiply_rows(const float* a, const float* b, int64_t depth, float* c, Seen seen) {
-  const int64_t wide = panel_width();
+  const int64_t wide = seen.wide;
   for (int64_t r = seen.begin; r < seen.end; r += kTileRows)
-    add_tile(a + r * depth, b, depth, c + r * wide, wide, kTileRows, wide, true);
+    add_panel_tile(a + r * depth, b, depth, c + r * wide, wide, kTileRows, wide, wide, true);
 }
 
 // c[rows][panel] += a[rows][keys] * scores[keys][panel]: a is packed by its rows over `keys` keys.
 inline void multiply_keys(const float* a, const float* scores, int64_t keys, float* c, int64_t rows, Seen seen) {
-  const int64_t wide = panel_width();
+  const int64_t wide = seen.wide;
   for (int64_t r = 0; r < rows; r += kTileRows)
-    add_tile(a + r * keys + seen.begin * kTileRows, scores + seen.begin * wide, seen.end - seen.begin, c + r * wide,
-             wide, kTileRows, wide, false);
+    add_panel_tile(a + r * keys + seen.begin * kTileRows, scores + seen.begin * wide, seen.end - seen.begin,
+                   c + r * wide, wide, kTileRows, wide, wide, false);
 }
 
 // Caps scores that have been multiplied by scale / soft_cap. `slopes`: where their derivatives go, or null.
 inline void cap_scores(float* scores, float cap, Seen seen, float* slopes) {
   const ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = seen.wide;
   for (int64_t i = seen.begin * wide; i < seen.end * wide; i += lanes) {
     const auto t = tanh_of(d, LoadU(d, scores + i));
     StoreU(Mul(t, Set(d, cap)), d, scores + i);
@@ -211,7 +223,7 @@ inline void cap_scores(float* scores, float cap, Seen seen, float* slopes) {
 template <class T>
 void add_bias(const AttentionBias& bias, const T* at, int64_t count, Seen seen, float* scores, float* spare) {
   const ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes, keys = seen.end - seen.begin;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = seen.wide, keys = seen.end - seen.begin;
   float* to = scores + seen.begin * wide;
   if (bias.query == 0) {
     for (int64_t j = 0; j < keys; ++j) {
@@ -244,7 +256,7 @@ inline void add_biases(const AttentionShape& s, int64_t batch, int64_t head, int
 inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int64_t count, int64_t start, Seen seen,
                         float* scores, float* spare) {
   const ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = seen.wide;
   const auto never = Set(d, -INFINITY);
   if (seen.partly) {
     HWY_ALIGN float first[cpu::kPadding], stop[cpu::kPadding];
@@ -313,7 +325,7 @@ inline bool drop_factors(const AttentionShape& s, int64_t batch, int64_t head, i
   if (s.dropout.kept == 0) return false;
   const ScalableTag<float> d;
   const RebindToUnsigned<decltype(d)> bits;
-  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = seen.wide;
   const auto below = Set(bits, s.dropout.below);
   const auto kept = Set(d, s.dropout.kept);
   for (int64_t part = 0; part < wide; part += lanes) {
@@ -369,16 +381,17 @@ inline bool drop_factors(const AttentionShape& s, const KeyTiles& tile, int64_t 
 // Multiplies a panel of scores by `factors`.
 inline void multiply_by(const float* factors, float* scores, Seen seen) {
   const ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = seen.wide;
   for (int64_t i = seen.begin * wide; i < seen.end * wide; i += lanes)
     StoreU(Mul(LoadU(d, scores + i), LoadU(d, factors + i)), d, scores + i);
 }
 
 // The panels of rows [row, row + count) of x, multiplied: [panel][size][queries].
 template <class T>
-void pack_rows(float* packed, const T* x, int64_t token, int64_t row, int64_t count, int64_t size, float scale) {
+void pack_rows(float* packed, const T* x, int64_t token, int64_t row, int64_t count, int64_t size, int64_t wide,
+               float scale) {
   const ScalableTag<float> d;
-  const int64_t wide = panel_width(), lanes = wide / 2, all = (count + wide - 1) / wide * wide * size;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), all = (count + wide - 1) / wide * wide * size;
   pack(packed, x + row * token, count, size, token, int64_t{1}, wide);
   for (int64_t i = 0; i < all && scale != 1; i += lanes)
     StoreU(Mul(LoadU(d, packed + i), Set(d, scale)), d, packed + i);

@@ -24,7 +24,7 @@ namespace ds::kernels::HWY_NAMESPACE {
 // Scores to exponentials: a panel's largest scores, totals and sums of values grow by one tile.
 inline void take_exponentials(float* scores, Seen seen, float* largest, float* total, float* sums, int64_t size) {
   const ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = seen.wide;
   for (int64_t part = 0; part < wide; part += lanes) {
     const auto before = LoadU(d, largest + part);
     auto high = before, other = before;
@@ -53,14 +53,14 @@ inline void take_exponentials(float* scores, Seen seen, float* largest, float* t
 
 int64_t forward_scratch(const AttentionShape& s) {
   const int64_t values = whole_rows(s.value_size);
-  return cpu::kKeyTile * (s.size + values + cpu::most(s.size, s.value_size) + 2 * panel_width()) +
+  return cpu::kKeyTile * (s.size + values + cpu::most(s.size, s.value_size) + 2 * panel_width(s)) +
          cpu::kGroupRows * (s.size + values + 2);
 }
 
 template <class T>
 void forward_of(const AttentionShape& s, const AttentionOperand& query, const AttentionOperand& key,
                 const AttentionOperand& value, const AttentionState& state, const cpu::SeeingGroup& g, float* scratch) {
-  const int64_t wide = panel_width(), panels = (g.count + wide - 1) / wide, values = whole_rows(s.value_size);
+  const int64_t wide = panel_width(s), panels = (g.count + wide - 1) / wide, values = whole_rows(s.value_size);
   cpu::Floats floats(scratch);
   float *rows = floats.take(cpu::kGroupRows * s.size), *sums = floats.take(cpu::kGroupRows * values),
         *largest = floats.take(cpu::kGroupRows), *total = floats.take(cpu::kGroupRows),
@@ -74,7 +74,7 @@ void forward_of(const AttentionShape& s, const AttentionOperand& query, const At
   auto *out_sum = static_cast<float*>(state.sum) + at * s.value_size, *out_largest = static_cast<float*>(state.largest),
        *out_total = static_cast<float*>(state.total);
 
-  pack_rows(rows, q, query.token, g.row, g.count, s.size, s.soft_cap > 0 ? s.scale / s.soft_cap : s.scale);
+  pack_rows(rows, q, query.token, g.row, g.count, s.size, wide, s.soft_cap > 0 ? s.scale / s.soft_cap : s.scale);
   for (int64_t i = 0; i < panels * wide; ++i) {
     const bool known = !g.fresh && i < g.count;
     largest[i] = known ? out_largest[at + i] : -INFINITY;

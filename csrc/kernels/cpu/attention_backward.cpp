@@ -26,16 +26,16 @@ namespace ds::kernels::HWY_NAMESPACE {
 // out[keys of the tile][size] += scores[keys][panel] * rows[queries of the panel][size]; `rows` is packed by features.
 inline void add_to_keys(float* out, int64_t size, const float* scores, Seen seen, const float* rows, int64_t queries,
                         float* packed) {
-  const int64_t wide = panel_width(), keys = seen.end - seen.begin;
+  const int64_t wide = seen.wide, keys = seen.end - seen.begin;
   pack(packed, scores + seen.begin * wide, keys, queries, wide, int64_t{1}, int64_t{kTileRows});
   for (int64_t f = 0; f < size; f += wide)
     for (int64_t r = 0; r < keys; r += kTileRows)
-      add_tile(packed + r * queries, rows + f * queries, queries, out + (seen.begin + r) * size + f, size,
-               cpu::least(kTileRows, keys - r), cpu::least(wide, size - f), false);
+      add_panel_tile(packed + r * queries, rows + f * queries, queries, out + (seen.begin + r) * size + f, size,
+                     cpu::least(kTileRows, keys - r), cpu::least(wide, size - f), wide, false);
 }
 
 int64_t backward_scratch(const AttentionShape& s) {
-  const int64_t wide = panel_width(), features = whole_rows(s.size);
+  const int64_t wide = panel_width(s), features = whole_rows(s.size);
   return GradientPanels<float>::scratch(s) + cpu::kGroupRows * (s.size + s.value_size + 2 * wide + features) +
          cpu::kKeyTile * features;
 }
@@ -43,7 +43,7 @@ int64_t backward_scratch(const AttentionShape& s) {
 template <class T>
 void backward_of(const cpu::BackwardCall& call, const cpu::GradientGroup& g, float* scratch) {
   const AttentionShape& s = call.shape;
-  const int64_t wide = panel_width(), features = whole_rows(s.size);
+  const int64_t wide = panel_width(s), features = whole_rows(s.size);
   const int64_t across_q = (s.size + wide - 1) / wide * wide, across_g = (s.value_size + wide - 1) / wide * wide;
   cpu::Floats floats(scratch);
   GradientPanels<T> all(call, g.batch, g.head, g.rows, s.scale, true, floats);

@@ -28,7 +28,7 @@ namespace ds::kernels::HWY_NAMESPACE {
 inline void add_to_bias(const BiasSizes& sizes, const float* grads, Seen seen, int64_t queries, int64_t start,
                         float* out, float* spare) {
   const ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes, keys = seen.end - seen.begin;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = seen.wide, keys = seen.end - seen.begin;
   if (keys <= 0) return;
   const float* from = grads + seen.begin * wide;
   if (sizes.keys == 1) {

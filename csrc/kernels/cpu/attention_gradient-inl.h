@@ -29,7 +29,7 @@ namespace ds::kernels::HWY_NAMESPACE {
 inline void take_gradients(float* scores, float* grads, Seen seen, const float* lse, const float* row_sum, float scale,
                            const float* slopes, const float* factors) {
   const ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = seen.wide;
   const auto one = Set(d, 1.0f);
   for (int64_t part = 0; part < wide; part += lanes) {
     const auto level = LoadU(d, lse + part), less = LoadU(d, row_sum + part);
@@ -63,7 +63,7 @@ class GradientPanels {
         batch_(batch),
         head_(head),
         group_(group),
-        wide_(panel_width()),
+        wide_(panel_width(shape_)),
         scale_(scale),
         rows_(floats.take(cpu::kGroupRows * shape_.size)),
         upper_(floats.take(cpu::kGroupRows * shape_.value_size)),
@@ -79,9 +79,9 @@ class GradientPanels {
         spare(floats.take(cpu::kKeyTile * wide_)) {
     const AttentionShape& s = shape_;
     if (!caps || s.soft_cap == 0) slopes_ = nullptr;
-    pack_rows(rows_, query(), call.query.token, group.row, group.count, s.size,
+    pack_rows(rows_, query(), call.query.token, group.row, group.count, s.size, wide_,
               s.soft_cap > 0 ? s.scale / s.soft_cap : s.scale);
-    pack_rows(upper_, grad(), call.grad.token, group.row, group.count, s.value_size, 1.0f);
+    pack_rows(upper_, grad(), call.grad.token, group.row, group.count, s.value_size, wide_, 1.0f);
     const int64_t at = (batch * s.heads + head) * s.queries + group.row;
     for (int64_t i = 0; i < panels() * wide_; ++i) {
       const float level = i < group.count ? call.lse[at + i] : 0.0f;
@@ -92,7 +92,7 @@ class GradientPanels {
   // Floats that an object takes.
   static int64_t scratch(const AttentionShape& s) {
     return cpu::kGroupRows * (s.size + s.value_size + 2) +
-           cpu::kKeyTile * (s.size + s.value_size + cpu::most(s.size, s.value_size) + 4 * panel_width());
+           cpu::kKeyTile * (s.size + s.value_size + cpu::most(s.size, s.value_size) + 4 * panel_width(s));
   }
 
   int64_t panels() const { return (group_.count + wide_ - 1) / wide_; }

@@ -131,6 +131,32 @@ inline void add_tile(const float* a, const float* b, int64_t depth, float* c, in
     for (int64_t j = 0; j < columns; ++j) c[j] = (fresh ? 0.0f : c[j]) + whole[i * 2 * lanes + j];
 }
 
+// add_tile() for a b whose panels are one register wide.
+inline void add_narrow_tile(const float* a, const float* b, int64_t depth, float* c, int64_t stride, int64_t rows,
+                            int64_t columns, bool fresh) {
+  const ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d));
+  Vec<decltype(d)> sums[kTileRows];
+#pragma GCC unroll 12
+  for (int i = 0; i < kTileRows; ++i) sums[i] = Zero(d);
+  for (int64_t p = 0; p < depth; ++p, a += kTileRows, b += lanes) {
+    const auto x = LoadU(d, b);
+#pragma GCC unroll 12
+    for (int i = 0; i < kTileRows; ++i) sums[i] = MulAdd(Set(d, a[i]), x, sums[i]);
+  }
+  HWY_ALIGN float whole[cpu::kPadding];
+#pragma GCC unroll 12
+  for (int i = 0; i < kTileRows; ++i, c += stride) {
+    if (i >= rows) continue;
+    if (columns == lanes) {
+      StoreU(fresh ? sums[i] : Add(LoadU(d, c), sums[i]), d, c);
+      continue;
+    }
+    StoreU(sums[i], d, whole);
+    for (int64_t j = 0; j < columns; ++j) c[j] = (fresh ? 0.0f : c[j]) + whole[j];
+  }
+}
+
 }  // namespace ds::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 #endif

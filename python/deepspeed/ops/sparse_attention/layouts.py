@@ -7,6 +7,7 @@ from deepspeed.ops.attention import KeyBlocks
 from deepspeed.ops.sparse_attention import sparsity_config
 from deepspeed.utils import groups
 
+
 def _agreed(layout):
     """``layout`` of the first rank with the same weights: what another package's code makes may be random."""
     if not dist.is_initialized() or dist.get_world_size(group := groups.get_data_parallel_group()) == 1:
