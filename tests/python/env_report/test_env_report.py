@@ -82,7 +82,7 @@ def test_op_rows_without_torch(monkeypatch, tmp_path):
     rows = {row[0]: row[1:] for row in native.op_rows(OPS, {"error": "gone"})}
     assert rows["utils"] == [True, False, "torch is not usable"]
     assert rows["cpu_adam"][:2] == [False, False] and "run `make`" in rows["cpu_adam"][2]
-    assert rows["sparse_attn"][2].startswith("not in this build yet; torch")
+    assert rows["flash_attn"][2].startswith("not in this build yet; torch")
     assert rows["async_io"] == rows["gds"] == [False, False, "torch is not usable"]  # no module either
     (tmp_path / "libds_kernels_cpu.so").write_text("no library")
     rows = {row[0]: row[1:] for row in native.op_rows(OPS, {"native_error": "no module"})}

@@ -28,9 +28,11 @@ class Case:
         self.outer = pick.choice([None, None, 1, 2, 3])
         self.inner, self.kv = pick.choice([1, 2, 3]), pick.choice([1, 2])
         self.heads = self.kv * pick.choice([1, 2, 3])
-        longest = pick.choice([17, 70, 300])
+        longest = pick.choice([17, 70, 300, 300, 1025])
+        if longest > 300:  # which takes long
+            self.outer, self.inner = None, 1
         self.queries, self.keys = pick.randint(1, longest), pick.randint(1, longest)
-        self.size, self.value_size = pick.choice([1, 5, 8, 16, 33, 64]), pick.choice([1, 8, 20])
+        self.size, self.value_size = pick.choice([1, 5, 8, 16, 33, 64, 256]), pick.choice([1, 8, 20, 256])
         self.causal, self.window = pick.random() < 0.3, pick.choice([0, 0, 0, 5, 64])
         self.soft_cap, self.scale = pick.choice([0.0, 0.0, 1.5]), pick.choice([None, 0.4])
         self.block, self.density = pick.choice([0, 0, 1, 7, 16, 64]), pick.choice([0.05, 0.4, 1.0])
@@ -73,9 +75,11 @@ def run(case, dtype, leaves=None):
 
 
 def gaps(found, expected):
-    """Relative to the largest of what is expected, of each tensor."""
+    """Relative to the largest of what is expected, of each tensor, or to a sum over the features of a value: gradients
+    of scores are differences of such sums, and may be zero."""
+    least = max(1.0, expected[0].shape[-1] ** 0.5)
     return [
-        float((one.double() - other.double()).abs().max() / other.abs().max().clamp(min=1.0)) if one.numel() else 0.0
+        float((one.double() - other.double()).abs().max() / other.abs().max().clamp(min=least)) if one.numel() else 0.0
         for one, other in zip(found, expected, strict=True)
     ]
 

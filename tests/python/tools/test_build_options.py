@@ -56,7 +56,7 @@ def test_which_kernels():
     [
         (dict(DS_BUILD_OPS="yes"), "DS_BUILD_OPS is 'yes'; it must be 0 or 1"),
         (dict(DS_BUILD_FUSED_ADAN="1"), "does not exist. Did you mean DS_BUILD_FUSED_ADAM?"),
-        (dict(DS_BUILD_SPARSE_ATTN="1"), "the op sparse_attn, which is not in this build yet"),
+        (dict(DS_BUILD_FLASH_ATTN="1"), "the op flash_attn, which is not in this build yet"),
         (dict(DS_BUILD_FUSED_ADAM="1", nvcc=None), "fused_adam, whose GPU kernels need nvcc.*of version 13.0"),
     ],
 )
