@@ -15,7 +15,8 @@ struct BlockLists {
 class BlockLayout {
  public:
   // seen[(h * rows + r) * columns + c] is not 0: block r of the queries of head h sees block c of the keys. Heads that
-  // are all alike become one. Throws ErrorKind::kValue where there is no head, or more blocks than 32 bits count.
+  // are all alike become one. Throws ErrorKind::kValue for a layout without heads or blocks, and for one with more
+  // blocks than an int32 counts.
   BlockLayout(const uint8_t* seen, int64_t heads, int64_t rows, int64_t columns);
 
   int64_t heads() const { return heads_; }  // 1: all heads are alike

@@ -367,7 +367,7 @@ inline bool finish_scores(const AttentionShape& s, const KeyTiles& tile, int64_t
   return any;
 }
 
-// The factors of a panel and all runs of a tile. Returns false where there is no dropout.
+// Writes the factors of a panel and all runs of a tile. Returns whether there is dropout.
 inline bool drop_factors(const AttentionShape& s, const KeyTiles& tile, int64_t batch, int64_t head, int64_t row,
                          int64_t count, float* factors) {
   bool drops = false;

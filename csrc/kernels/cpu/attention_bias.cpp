@@ -41,7 +41,7 @@ inline void add_to_bias(const BiasSizes& sizes, const float* grads, Seen seen, i
     for (int64_t i = 0; i < queries; ++i) out[sizes.queries == 1 ? 0 : i] += sums[i];
   } else if (sizes.queries == 1) {
     const auto count = static_cast<size_t>(queries), second = count > Lanes(d) ? count - Lanes(d) : 0;
-    const auto left = FirstN(d, count), right = FirstN(d, second);  // behind them are no queries
+    const auto left = FirstN(d, count), right = FirstN(d, second);  // the other lanes have no query
     for (int64_t j = 0; j < keys; ++j, from += wide) {
       const auto sum = Add(IfThenElseZero(left, LoadU(d, from)), IfThenElseZero(right, LoadU(d, from + lanes)));
       out[start + seen.begin + j] += GetLane(SumOfLanes(d, sum));

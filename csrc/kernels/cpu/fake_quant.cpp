@@ -8,6 +8,7 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/convert-inl.h"
+#include "kernels/cpu/random-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
@@ -35,19 +36,6 @@ ValueRange range_of(const T* values, size_t n) {
   return range;
 }
 
-// random_bits() of elements that begin with `first`.
-template <class D32>
-HWY_INLINE Vec<D32> random_of(D32 d, RandomKey key, uint32_t first) {
-  auto x = Xor(Iota(d, first), Set(d, key.low));
-  for (int round = 0; round < 2; ++round) {
-    x = Mul(Xor(x, ShiftRight<16>(x)), Set(d, 0x7feb352du));
-    x = Mul(Xor(x, ShiftRight<15>(x)), Set(d, 0x846ca68bu));
-    x = Xor(x, ShiftRight<16>(x));
-    if (round == 0) x = Xor(x, Set(d, key.high));
-  }
-  return x;
-}
-
 template <bool kOffset, bool kStochastic, class T>
 void round_elements(const FakeSteps& steps, RandomKey key, T* values, size_t n, uint32_t first) {
   each_element(n, [&](auto d, size_t i) HWY_ATTR {
@@ -58,7 +46,7 @@ void round_elements(const FakeSteps& steps, RandomKey key, T* values, size_t n, 
     auto number = Round(exact);
     if constexpr (kStochastic) {
       const auto below = Floor(exact);
-      const auto random = ShiftRight<8>(random_of(d32, key, first + static_cast<uint32_t>(i)));
+      const auto random = ShiftRight<8>(random_bits_from(d32, key, first + static_cast<uint32_t>(i)));
       const auto share = Mul(ConvertTo(d, BitCast(s32, random)), Set(d, 0x1p-24f));
       number = IfThenElse(Lt(share, Sub(exact, below)), Add(below, Set(d, 1.0f)), below);
     }

@@ -8,18 +8,10 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/convert-inl.h"
+#include "kernels/cpu/random-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
-
-template <class D32, class V>
-HWY_INLINE V mixed(D32 d, V x) {
-  x = Xor(x, ShiftRight<16>(x));
-  x = Mul(x, Set(d, 0x7feb352du));
-  x = Xor(x, ShiftRight<15>(x));
-  x = Mul(x, Set(d, 0x846ca68bu));
-  return Xor(x, ShiftRight<16>(x));
-}
 
 // random_bf16 of [Note: random rounding] for elements first, first + 1, ...
 void random_bf16_range(uint16_t* dst, const float* src, size_t n, RandomKey key, uint32_t first) {
@@ -27,8 +19,7 @@ void random_bf16_range(uint16_t* dst, const float* src, size_t n, RandomKey key,
     const RebindToUnsigned<decltype(d)> d32;
     const RebindToSigned<decltype(d)> s32;
     const auto u = BitCast(d32, LoadU(d, src + i));
-    auto random = Xor(Iota(d32, first + static_cast<uint32_t>(i)), Set(d32, key.low));
-    random = mixed(d32, Xor(mixed(d32, random), Set(d32, key.high)));
+    const auto random = random_bits_from(d32, key, first + static_cast<uint32_t>(i));
     const auto rounded = ShiftRight<16>(Add(u, And(random, Set(d32, 0xffffu))));
     const auto magnitude = BitCast(s32, And(u, Set(d32, 0x7fffffffu)));
     const auto high = ShiftRight<16>(u);

@@ -33,13 +33,6 @@ __device__ inline int64_t offset_of(const AttentionOperand& x, int64_t batch, in
   return batch * x.batch + head * x.head + token * x.token;
 }
 
-template <typename Acc>
-__device__ Acc element(const void* data, DType dtype, int64_t i) {
-  Acc x[1];
-  load(data, dtype, static_cast<size_t>(i), x);
-  return x[0];
-}
-
 // A row in shared memory times one in memory.
 template <typename Acc>
 __device__ Acc dot(const Acc* row, const void* data, DType dtype, int64_t at, int64_t size) {

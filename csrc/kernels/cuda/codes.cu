@@ -330,17 +330,11 @@ struct FakePieces {
   }
 };
 
-__device__ inline float one_value(const void* data, DType dtype, size_t i) {
-  float x[1];
-  load(data, dtype, i, x);
-  return x[0];
-}
-
 __global__ void fake_range_kernel(FakePieces pieces, DType dtype, const void* values, ValueRange* ranges) {
   DS_SHARED(ValueRange, shared, [kThreads]);
   ValueRange range = no_values();
   for (size_t i = pieces.begin(blockIdx.x) + threadIdx.x; i < pieces.end(blockIdx.x); i += blockDim.x)
-    range = with_value(range, one_value(values, dtype, i));
+    range = with_value(range, element<float>(values, dtype, i));
   shared[threadIdx.x] = range;
   __syncthreads();
   for (unsigned width = kThreads / 2; width > 0; width /= 2) {
@@ -358,7 +352,7 @@ __global__ void fake_round_kernel(FakePieces pieces, FakeQuant how, DType dtype,
   const FakeSteps steps = fake_steps(how, range);
   const RandomKey key = random_key(how.seed, 0, 0);
   for (size_t i = pieces.begin(blockIdx.x) + threadIdx.x; i < pieces.end(blockIdx.x); i += blockDim.x) {
-    const float x[1] = {fake_value(how, steps, key, one_value(values, dtype, i), static_cast<uint32_t>(i))};
+    const float x[1] = {fake_value(how, steps, key, element<float>(values, dtype, i), static_cast<uint32_t>(i))};
     store(values, dtype, i, x);
   }
 }

@@ -127,4 +127,12 @@ __device__ void for_elements(size_t begin, size_t end, size_t thread, size_t thr
   for (size_t i = tail + thread; i < end; i += threads) step(i, Width<1>());
 }
 
+// One element.
+template <typename Acc>
+__device__ Acc element(const void* data, DType dtype, size_t i) {
+  Acc x[1];
+  load(data, dtype, i, x);
+  return x[0];
+}
+
 }  // namespace ds::kernels::cuda

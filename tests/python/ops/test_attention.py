@@ -232,7 +232,9 @@ def test_bad_calls_name_both_numbers(by):
     by("gpu")
     refused(ValueError, "DS_ATTENTION is 'gpu': it is 'kernel', 'torch' or not set", attention, q, q, q)
     by("kernel")
-    refused(ValueError, "no attention kernels for torch.float64", attention, q.double(), q.double(), q.double())
+    refused(
+        ValueError, "attention of torch.float64 on cpu has no kernel", attention, q.double(), q.double(), q.double()
+    )
 
 
 def test_the_body_is_chosen_by_device_dtype_and_options(by, monkeypatch):

@@ -48,8 +48,8 @@ def body_for(query, plain):
     kernels = query.dtype in BY_KERNEL and (on_host(query) or _built_for(device))
     if asked == "kernel" and not kernels:
         raise ValueError(
-            f"DS_ATTENTION=kernel: there are no attention kernels for {query.dtype} on {device}; they compute "
-            "fp32, bf16 and fp16 on the CPU and on CUDA"
+            f"DS_ATTENTION=kernel: attention of {query.dtype} on {device} has no kernel. The kernels compute "
+            "fp32, bf16 and fp16, on the CPU and on CUDA: use one of these, or unset DS_ATTENTION"
         )
     fused = plain and hasattr(torch.nn.functional, "scaled_dot_product_attention")
     if asked == "torch":
