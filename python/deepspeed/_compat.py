@@ -129,6 +129,12 @@ def autocast_is_on(device_type):
     return _autocast_of(device_type)[0]
 
 
+def autocast_dtype(device_type):
+    """The dtype in which products run by autocast at this moment; None where it is off."""
+    enabled, dtype = _autocast_of(device_type)
+    return dtype if enabled else None
+
+
 def without_autocast(device_type):
     """A context without it. torch 1.13 makes none for the device meta."""
     return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else contextlib.nullcontext()

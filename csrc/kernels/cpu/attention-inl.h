@@ -70,6 +70,7 @@ class Floats {
 #endif
 
 #include "kernels/cpu/gemm-inl.h"
+#include "kernels/cpu/math-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
@@ -86,35 +87,6 @@ inline void add_panel_tile(const float* a, const float* b, int64_t depth, float*
   (narrow ? &add_narrow_tile : &add_tile)(a, b, depth, c, stride, rows, columns, fresh);
 }
 inline int64_t whole_rows(int64_t n) { return (n + kTileRows - 1) / kTileRows * kTileRows; }
-
-// exp(x) for x below 88; 0 below -87.3. A nan stays one. Cody and Waite's reduction, Cephes' polynomial.
-template <class D, class V = Vec<D>>
-HWY_INLINE V exp_of(D d, V x) {
-  const RebindToSigned<D> whole;
-  const V n = Round(Mul(x, Set(d, 1.44269504088896341f)));
-  const V r = MulAdd(n, Set(d, 2.12194440e-4f), MulAdd(n, Set(d, -0.693359375f), x));
-  V p = MulAdd(Set(d, 1.9875691500e-4f), r, Set(d, 1.3981999507e-3f));
-  p = MulAdd(p, r, Set(d, 8.3334519073e-3f));
-  p = MulAdd(p, r, Set(d, 4.1665795894e-2f));
-  p = MulAdd(p, r, Set(d, 1.6666665459e-1f));
-  p = MulAdd(p, r, Set(d, 5.0000001201e-1f));
-  const V y = Add(MulAdd(p, Mul(r, r), r), Set(d, 1.0f));
-  const auto power = ShiftLeft<23>(Add(ConvertTo(whole, n), Set(whole, 127)));
-  return IfThenZeroElse(Lt(x, Set(d, -87.3f)), Mul(y, BitCast(d, power)));
-}
-
-// tanh(x); near 0 by Cephes' polynomial, since 1 - exp(-2x) would lose digits.
-template <class D, class V = Vec<D>>
-HWY_INLINE V tanh_of(D d, V x) {
-  const V one = Set(d, 1.0f), size = Abs(x), square = Mul(x, x);
-  const V e = exp_of(d, Mul(size, Set(d, -2.0f)));
-  const V far = CopySignToAbs(Div(Sub(one, e), Add(one, e)), x);
-  V p = MulAdd(Set(d, -5.70498872745e-3f), square, Set(d, 2.06390887954e-2f));
-  p = MulAdd(p, square, Set(d, -5.37397155531e-2f));
-  p = MulAdd(p, square, Set(d, 1.33314422036e-1f));
-  p = MulAdd(p, square, Set(d, -3.33332819422e-1f));
-  return IfThenElse(Lt(size, Set(d, 0.625f)), MulAdd(Mul(p, square), x, x), far);
-}
 
 // Keys [begin, end) of a tile, for a panel of `wide` queries. `partly`: not every query sees all of them by its
 // position.

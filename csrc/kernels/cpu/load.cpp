@@ -11,6 +11,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/codes.h"
+#include "kernels/layer_ops.h"
 #include "kernels/routes.h"
 #include "kernels/table.h"
 
@@ -22,6 +23,7 @@ struct Loaded {
   const RouteKernels* (*routes)(uint32_t) = nullptr;
   const AttentionKernels* (*attention)(uint32_t) = nullptr;
   const CodeKernels* (*codes)(uint32_t) = nullptr;
+  const LayerKernels* (*layers)(uint32_t) = nullptr;
   bool present = false;  // in its place, or named by the environment
   std::string error, other_abi;
 
@@ -54,6 +56,7 @@ struct Loaded {
     routes = reinterpret_cast<const RouteKernels* (*)(uint32_t)>(dlsym(library, "ds_device_route_kernels"));
     attention = reinterpret_cast<const AttentionKernels* (*)(uint32_t)>(dlsym(library, "ds_device_attention_kernels"));
     codes = reinterpret_cast<const CodeKernels* (*)(uint32_t)>(dlsym(library, "ds_device_code_kernels"));
+    layers = reinterpret_cast<const LayerKernels* (*)(uint32_t)>(dlsym(library, "ds_device_layer_kernels"));
     if (get == nullptr) error = path + " is not a kernel library: it has no ds_device_kernels.";
   }
 };
@@ -103,6 +106,10 @@ const AttentionKernels* ds_attention_kernels(uint32_t abi, const char* device) {
 
 const CodeKernels* ds_code_kernels(uint32_t abi, const char* device) {
   return find_table(abi, device, &ds_cpu_code_kernels_isa, &Loaded::codes);
+}
+
+const LayerKernels* ds_layer_kernels(uint32_t abi, const char* device) {
+  return find_table(abi, device, &ds_cpu_layer_kernels_isa, &Loaded::layers);
 }
 
 const char* ds_kernels_error(uint32_t abi, const char* device) {

@@ -28,20 +28,6 @@ testing::AssertionResult equal_bytes(const Buffer& got, const Buffer& want) {
   return testing::AssertionSuccess();
 }
 
-// The memory in which kernels find buffers: theirs on the host, or copies on a device until the end.
-struct OnHost {
-  void* of(Buffer& buffer) { return buffer.data(); }
-};
-struct OnCuda {
-  explicit OnCuda(Driver& driver) : driver(driver) {}
-  ~OnCuda() {
-    for (OnDevice& copy : copies) copy.fetch();
-  }
-  void* of(Buffer& buffer) { return copies.emplace_back(driver, buffer).data(); }
-  Driver& driver;
-  std::deque<OnDevice> copies;
-};
-
 // ---- one call of each entry, with a run for each size, in the memory of a place ----
 struct Signs {
   std::vector<Buffer> values, error, bits, scale, sums;

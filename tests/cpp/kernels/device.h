@@ -3,6 +3,7 @@
 #pragma once
 #include <dlfcn.h>
 
+#include <deque>
 #include <new>
 
 #include "support.h"
@@ -99,6 +100,20 @@ class OnDevice {
   Driver& driver_;
   Buffer& host_;
   uintptr_t base_, data_;
+};
+
+// The memory in which kernels find buffers: theirs on the host, or copies on a device until the end.
+struct OnHost {
+  void* of(Buffer& buffer) { return buffer.data(); }
+};
+struct OnCuda {
+  explicit OnCuda(Driver& driver) : driver(driver) {}
+  ~OnCuda() {
+    for (OnDevice& copy : copies) copy.fetch();
+  }
+  void* of(Buffer& buffer) { return copies.emplace_back(driver, buffer).data(); }
+  Driver& driver;
+  std::deque<OnDevice> copies;
 };
 
 // A test of the CUDA table, which is skipped without a GPU.
