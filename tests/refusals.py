@@ -1,5 +1,7 @@
 """The check that a call is refused."""
 
+import contextlib
+
 import pytest
 
 
@@ -9,3 +11,11 @@ def refused(kind, words, call, /, *args, **options):
     with pytest.raises(kind, match=words or None) as error:
         call(*args, **options)
     return error.value
+
+
+@contextlib.contextmanager
+def refusing(kind, *texts):
+    """What stands below raises a ``kind`` whose text has all of ``texts``."""
+    with pytest.raises(kind) as error:
+        yield
+    assert all(text in str(error.value) for text in texts), str(error.value)

@@ -33,6 +33,8 @@ _NAMES = {
     "DeepSpeedInferenceConfig": "deepspeed.config.inference",
     "default_inference_config": "deepspeed.config.inference",
     "load_ds_config": "deepspeed.config.getters",
+    "DeepSpeedTransformerConfig": "deepspeed.ops.transformer",
+    "DeepSpeedTransformerLayer": "deepspeed.ops.transformer",
     "DeepSpeedOptimizer": "deepspeed.zero.optimizers.base_optimizer",
     "DeepSpeedDataLoader": "deepspeed.published.dataloader",
     "PipelineModule": "deepspeed.pipe.module",
@@ -65,7 +67,6 @@ _CONSTANTS = {
 _LATER = {
     "inference": ("replace_transformer_layer", "revert_transformer_layer"),
     "the hybrid engine": ("DeepSpeedHybridEngine",),
-    "the transformer kernel": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
 }
 
 

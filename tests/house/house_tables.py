@@ -126,6 +126,7 @@ PYTHON_FOLDERS = {
     "ops": [
         {"adam", "attention", "quantizer", "random_ltd"},
         {"deepspeed4science", "sparse_attention"},
+        {"transformer"},
         {"op_builder"},
         {"aio", "gds", "pin_memory"},
     ],

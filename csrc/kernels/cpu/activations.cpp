@@ -8,6 +8,7 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/math-inl.h"
+#include "kernels/cpu/random-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
@@ -117,11 +118,19 @@ void activation_range(const ActivationRows& a, const void* dy, const void* x, co
   }
 }
 
-// factors: of `size` elements of a row. Four neighbours share a counter.
+// factors: of `size` elements of a row, and memory of 4 vectors behind them. Four neighbours share a counter.
 inline void row_factors(const RowDropout& drop, uint32_t row, size_t size, float* factors) {
-  for (size_t i = 0; i < size; i += 4) {
-    const PhiloxBits bits = philox({{static_cast<uint32_t>(i / 4), row, 0, drop.stream}}, drop.seed);
-    for (size_t k = 0; k < 4 && i + k < size; ++k) factors[i + k] = bits.word[k] < drop.below ? 0 : drop.kept;
+  const ScalableTag<float> d;
+  const RebindToUnsigned<decltype(d)> bits;
+  const size_t lanes = Lanes(d);
+  const auto kept = Set(d, drop.kept);
+  const auto below = Set(bits, drop.below);
+  const auto factor = [&](auto word) HWY_ATTR { return IfThenZeroElse(RebindMask(d, Lt(word, below)), kept); };
+  for (size_t i = 0; i < size; i += 4 * lanes) {
+    const auto words =
+        philox_of(bits, {Iota(bits, static_cast<uint32_t>(i / 4)), Set(bits, row), Zero(bits), Set(bits, drop.stream)},
+                  drop.seed);
+    StoreInterleaved4(factor(words.a), factor(words.b), factor(words.c), factor(words.d), d, factors + i);
   }
 }
 
@@ -160,6 +169,8 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
+constexpr size_t kMostLanes = 16;  // of a register of fp32
+
 template <typename Body>
 void by_rows(const Launch& launch, size_t rows, size_t size, const Body& body) {
   if (rows == 0) return;
@@ -189,7 +200,7 @@ void dropout(const Launch& launch, const RowDropout& drop, DType dtype, size_t r
              const void* bias, const void* residual, void* y) {
   if (dtype == DType::kF64) return ref::dropout(launch, drop, dtype, rows, size, x, bias, residual, y);
   by_rows(launch, rows, size, [&](size_t begin, size_t end) {
-    std::vector<float> factors(drop.kept != 0 ? size : 0);
+    std::vector<float> factors(drop.kept != 0 ? size + 4 * kMostLanes : 0);
     DS_BODY(dropout_range, isa)(drop, dtype, size, x, bias, residual, y, begin, end, factors.data());
   });
 }

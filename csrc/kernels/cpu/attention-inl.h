@@ -71,6 +71,7 @@ class Floats {
 
 #include "kernels/cpu/gemm-inl.h"
 #include "kernels/cpu/math-inl.h"
+#include "kernels/cpu/random-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
@@ -278,19 +279,6 @@ inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int
   return any;
 }
 
-// The high halves of products.
-template <class D, class V = Vec<D>>
-HWY_INLINE V high_product(D d, V a, uint32_t b) {
-#if HWY_TARGET == HWY_SCALAR
-  return Set(d, static_cast<uint32_t>((uint64_t{GetLane(a)} * b) >> 32));
-#else
-  const RepartitionToWide<D> wide;
-  const auto times = Set(d, b);
-  const auto even = MulEven(a, times), odd = MulEven(BitCast(d, ShiftRight<32>(BitCast(wide, a))), times);
-  return BitCast(d, Or(ShiftRight<32>(even), And(odd, Set(wide, 0xffffffff00000000u))));
-#endif
-}
-
 // The factors of the probabilities of a panel, kernels/philox.h in vectors of queries. False: by 1.
 inline bool drop_factors(const AttentionShape& s, int64_t batch, int64_t head, int64_t row, int64_t start, Seen seen,
                          float* factors) {
@@ -302,22 +290,15 @@ inline bool drop_factors(const AttentionShape& s, int64_t batch, int64_t head, i
   const auto kept = Set(d, s.dropout.kept);
   for (int64_t part = 0; part < wide; part += lanes) {
     const auto query = Iota(bits, s.dropout.query + static_cast<uint32_t>(row + part));
-    auto a = query, b = query, c = query, e = query;
+    PhiloxVectors<Vec<decltype(bits)>> words = {query, query, query, query};
     for (int64_t j = seen.begin; j < seen.end; ++j) {
       const uint32_t key = s.dropout.key + static_cast<uint32_t>(start + j);
-      if (j == seen.begin || key % 4 == 0) {
-        a = query, b = Set(bits, key / 4), c = Set(bits, s.dropout.head + static_cast<uint32_t>(head)),
-        e = Set(bits, static_cast<uint32_t>(batch));
-        uint32_t low = static_cast<uint32_t>(s.dropout.seed), high = static_cast<uint32_t>(s.dropout.seed >> 32);
-        for (int round = 0; round < kPhiloxRounds; ++round) {
-          const auto first = Mul(a, Set(bits, kPhiloxA)), second = Mul(c, Set(bits, kPhiloxB));
-          const auto from_a = high_product(bits, a, kPhiloxA), from_c = high_product(bits, c, kPhiloxB);
-          a = Xor(Xor(from_c, b), Set(bits, low)), b = second;
-          c = Xor(Xor(from_a, e), Set(bits, high)), e = first;
-          low += kPhiloxLow, high += kPhiloxHigh;
-        }
-      }
-      const auto word = key % 4 == 0 ? a : key % 4 == 1 ? b : key % 4 == 2 ? c : e;
+      if (j == seen.begin || key % 4 == 0)
+        words = philox_of(bits,
+                          {query, Set(bits, key / 4), Set(bits, s.dropout.head + static_cast<uint32_t>(head)),
+                           Set(bits, static_cast<uint32_t>(batch))},
+                          s.dropout.seed);
+      const auto word = key % 4 == 0 ? words.a : key % 4 == 1 ? words.b : key % 4 == 2 ? words.c : words.d;
       StoreU(IfThenZeroElse(RebindMask(d, Lt(word, below)), kept), d, factors + j * wide + part);
     }
   }

@@ -81,9 +81,10 @@ OPS = (
     _cpu("packbits", "PackbitsBuilder", "packs signs into bits", api="packbits", native=True,
          build_var="DS_BUILD_PACK_BITS"),
     # Transformers
-    _cuda("transformer", "TransformerBuilder", "fused transformer layers for training"),
-    _cuda("stochastic_transformer", "StochasticTransformerBuilder", "the same, faster and not reproducible",
-          takes_name=False),
+    Op("transformer", "TransformerBuilder", "fused transformer layers for training", api="transformer", native=True,
+       devices=("cpu", "cuda"), base="CUDAOpBuilder", takes_name=True),
+    Op("stochastic_transformer", "StochasticTransformerBuilder", "the same; the kernels are the reproducible ones",
+       api="transformer", native=True, devices=("cpu", "cuda"), base="TransformerBuilder"),
     Op("sparse_attn", "SparseAttnBuilder", "block-sparse attention", api="sparse_attn", native=True,
        devices=("cpu", "cuda")),
     _cuda("transformer_inference", "InferenceBuilder", "fused transformer layers for inference"),

@@ -218,6 +218,17 @@ def _block_attention_bias(out, grad, q, k, v, share):
     return scores * (q.shape[-1] + v.shape[-1]), 2 * scores
 
 
+_LAYER_OPS = {
+    "deepspeed::norm": lambda out, x: (0, 5 * x.numel()),
+    "deepspeed::norm_backward": lambda out, grad: (0, 5 * grad.numel()),
+    "deepspeed::activation": lambda out, x: (0, out.numel()),
+    "deepspeed::activation_backward": lambda out, grad, x: (0, grad.numel()),
+    "deepspeed::bias_dropout_residual": lambda out, x, *more: (0, out.numel() * (1 + sum(m is not None for m in more))),
+    "deepspeed::rotary": lambda out, x: (0, 3 * out.numel()),
+}
+for _names, _formula in _LAYER_OPS.items():
+    costs(_names)(_formula)
+
 costs("deepspeed::grouped_linear")(lambda out, x, weights: (x.numel() * out.shape[-1], 0))
 costs("deepspeed::fake_quant")(lambda out: (0, 4 * out.numel()))
 costs("deepspeed::topk_gate")(lambda out, logits: (0, logits.numel()))

@@ -31,29 +31,35 @@ class _Reader:
         return {name: [one.detach() for one in ones] for name, ones in self.places().items()}
 
     def configured(self, config):
-        """A configuration of this layer, with what ``config`` says beside its form; ValueError where they differ."""
-        form = self.form()
+        """A configuration of this layer's form, with what ``config`` says beside it; ValueError where it names other
+        sizes."""
         if config is None:
             made = DeepSpeedTransformerConfig(training=self.layer.training, **self.dropout())
         else:
+            self.compare(config, ("hidden_size", "heads", "intermediate_size"))
             made = copy.copy(config)
-            for name in ("hidden_size", "heads", "intermediate_size", "pre_layer_norm"):
-                value = getattr(config, name)
-                if value != form[name] and (name == "pre_layer_norm" or value != -1):
-                    raise ValueError(
-                        f"{name} of the configuration is {value}, and that of {type(self.layer).__name__} {form[name]}: "
-                        "give both the same, or no configuration"
-                    )
-        for name, value in form.items():
+        for name, value in self.form().items():
             setattr(made, name, value)
         return made
+
+    def compare(self, config, names):
+        """ValueError if ``config`` has other values under ``names`` than this layer."""
+        form = self.form()
+        for name in names:
+            if getattr(config, name) not in (-1, form[name]):
+                raise ValueError(
+                    f"{name} of the configuration is {getattr(config, name)}, and that of {type(self.layer).__name__} "
+                    f"{form[name]}: both need the same"
+                )
 
 
 class _Bert(_Reader):
     def form(self):
         layer, attention = self.layer, self.layer.attention.self
         if getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
-            raise ValueError(f"{type(layer).__name__} is a decoder: DeepSpeedTransformerLayer looks both ways, without caches")
+            raise ValueError(
+                f"{type(layer).__name__} is a decoder: DeepSpeedTransformerLayer looks both ways, without caches"
+            )
         kind = getattr(attention, "position_embedding_type", "absolute")
         if kind != "absolute":
             raise ValueError(f"position_embedding_type is {kind!r}: DeepSpeedTransformerLayer has 'absolute' alone")
@@ -93,9 +99,13 @@ class _Encoder(_Reader):
     def form(self):
         layer, attention = self.layer, self.layer.self_attn
         if not attention.batch_first:
-            raise ValueError("TransformerEncoderLayer(batch_first=True) is what can be converted: tensors are [batch, tokens, hidden]")
+            raise ValueError(
+                "TransformerEncoderLayer(batch_first=True) is what can be converted: tensors are [batch, tokens, hidden]"
+            )
         if attention.in_proj_bias is None or attention.in_proj_weight is None:
-            raise ValueError("TransformerEncoderLayer has no biases, or queries and keys of other sizes: it cannot be converted")
+            raise ValueError(
+                "TransformerEncoderLayer has no biases, or queries and keys of other sizes: it cannot be converted"
+            )
         if layer.norm1.eps != layer.norm2.eps:
             raise ValueError(f"the norms have the eps {layer.norm1.eps} and {layer.norm2.eps}: they need the same")
         return {

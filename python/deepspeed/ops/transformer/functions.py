@@ -261,7 +261,9 @@ def _rotary_formula(x, positions, rotated, base, interleaved):
 def _check_size(x, **vectors):
     for name, one in vectors.items():
         if one is not None and tuple(one.shape) != tuple(x.shape[-1:]):
-            raise ValueError(f"{name} has the shape {tuple(one.shape)}: for x of {tuple(x.shape)} it is ({x.shape[-1]},)")
+            raise ValueError(
+                f"{name} has the shape {tuple(one.shape)}: for x of {tuple(x.shape)} it is ({x.shape[-1]},)"
+            )
 
 
 def norm(x, weight=None, shift=None, eps=1e-5, centered=True, keep_result=False):
@@ -324,7 +326,9 @@ def rotary(x, positions, rotated=None, base=10000.0, interleaved=False):
     if rotated % 2 or not 0 <= rotated <= size:
         raise ValueError(f"rotated is {rotated}: it is an even number of the {size} features of a head")
     if tuple(positions.shape) not in (tuple(tokens), tuple(tokens[-1:])):
-        raise ValueError(f"positions have the shape {tuple(positions.shape)}: for x of {tuple(x.shape)} it is {tuple(tokens)}")
+        raise ValueError(
+            f"positions have the shape {tuple(positions.shape)}: for x of {tuple(x.shape)} it is {tuple(tokens)}"
+        )
     places = positions.expand(tokens)
     if not by_kernel(x):
         return _rotary_formula(x, places, rotated, base, interleaved)

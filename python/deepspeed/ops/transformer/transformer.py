@@ -160,7 +160,7 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
         """Copies this layer's values into ``layer``, of a class that ``from_layer`` takes and of the same sizes, and
         returns it."""
         found = convert.reader_of(layer)
-        found.configured(self.config)
+        found.compare(self.config, ("hidden_size", "heads", "intermediate_size", "pre_layer_norm", "activation"))
         with torch.no_grad():
             found.fill({name: param.detach() for name, param in self.named_parameters()})
         return layer
@@ -261,13 +261,17 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
                 "DeepSpeedTransformerConfig the largest batch of training and of evaluation"
             )
         if 0 <= self.config.max_seq_length < tokens:
-            raise ValueError(f"a sequence of {tokens} tokens is longer than max_seq_length, {self.config.max_seq_length}")
+            raise ValueError(
+                f"a sequence of {tokens} tokens is longer than max_seq_length, {self.config.max_seq_length}"
+            )
         for name, value in given.items():
             if value is not None and name not in _IGNORED:
                 known = "has none of it" if name in _REFUSED else "does not know it"
                 raise ValueError(f"{name} is given, and DeepSpeedTransformerLayer {known}: leave it out")
         if given.get("is_causal"):
-            raise ValueError("is_causal is given, and DeepSpeedTransformerLayer looks both ways: give it an attention_mask")
+            raise ValueError(
+                "is_causal is given, and DeepSpeedTransformerLayer looks both ways: give it an attention_mask"
+            )
         if output_attentions:
             raise ValueError("output_attentions: DeepSpeedTransformerLayer does not keep attention probabilities")
 
@@ -276,7 +280,7 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
         batch, tokens, _ = hidden_states.shape
         looks, biases = [], []
         if attention_mask is not None:
-            mask = attention_mask.view(-1, 1, 1, tokens) if attention_mask.dim() == 2 else attention_mask
+            mask = attention_mask[:, None, None] if attention_mask.dim() == 2 else attention_mask
             sizes = tuple(mask.shape)
             fits = len(sizes) == 4 and sizes[0] in (1, batch) and sizes[1] in (1, self.config.heads)
             if not fits or sizes[2] not in (1, tokens) or sizes[3] != tokens:
