@@ -1,10 +1,11 @@
 """Attention by our kernels beside torch's, on the CPU, forward and backward: times and memory, in one run.
 
-    python benchmarks/python/kernels.py [--threads 2] [--rounds 5] [--only dense sparse evoformer memory] [--json FILE]
+    python benchmarks/python/kernels.py [--threads 2] [--rounds 5] [--only dense sparse evoformer layer memory] [--json FILE]
 
 ``dense``: the share of the flops of torch.matmul in fp32, and torch's scaled_dot_product_attention (torch 2) beside it.
 ``sparse``: layouts of random blocks; times over density times the dense time, and beside dense torch. ``evoformer``:
-two biases with gradients, beside einsum and beside torch with summed biases. ``memory``: bytes at the peak of a process
+two biases with gradients, beside einsum and beside torch with summed biases. ``layer``: a layer of BERT-large with
+dropout beside torch's, eager and compiled, and the time of its matrix products alone. ``memory``: bytes at the peak of a process
 beyond what it had with inputs and gradients, of one forward and backward. Forms take turns; the best times count.
 """
 
@@ -24,7 +25,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=["dense", "sparse", "evoformer", "memory"])
+    parser.add_argument("--only", nargs="+", default=["dense", "sparse", "evoformer", "layer", "memory"])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--peak", metavar="CASE", help=argparse.SUPPRESS)  # in a process of its own
     return parser.parse_args()
@@ -119,6 +120,30 @@ def evoformer(torch, ops, rounds, report):
         report("evoformer", sequences=sequences, residues=residues, best=best_of(rounds, forms))
 
 
+def layer(torch, ops, rounds, report):
+    from deepspeed.ops.transformer import DeepSpeedTransformerLayer
+
+    hidden = 1024
+    for batch, tokens in ((4, 128), (2, 512)):
+        eager = torch.nn.TransformerEncoderLayer(hidden, 16, 4 * hidden, 0.1, "gelu", batch_first=True, norm_first=True)
+        ours = DeepSpeedTransformerLayer.from_layer(eager)
+        leaves = leaves_of(torch, (batch, tokens, hidden)) + list(eager.parameters())
+        own = [leaves[0], *ours.parameters()]
+        rows, weight = torch.randn(batch * tokens, hidden), torch.randn(hidden, 12 * hidden)
+        forms = {
+            "ours": functools.partial(both_ways, torch, lambda x, *_: ours(x), own),
+            "eager": functools.partial(both_ways, torch, lambda x, *_: eager(x), leaves),
+            "products": lambda rows=rows, weight=weight: [torch.matmul(rows, weight) for _ in range(3)],
+        }
+        if hasattr(torch, "compile"):
+            compiled = torch.compile(eager)
+            forms["compiled"] = functools.partial(both_ways, torch, lambda x, *_, call=compiled: call(x), leaves)
+            forms["compiled"]()
+        best = best_of(rounds, forms)
+        speeds = {name: seconds / best["ours"] for name, seconds in best.items() if name != "ours"}
+        report("layer", batch=batch, tokens=tokens, speed_over=speeds, best=best)
+
+
 def peak(torch, ops, case):
     """Bytes of this process at its peak beyond what it had before the call."""
     kind, form, *numbers = case.split(",")
@@ -196,7 +221,7 @@ def main():
         print(f"{kind}: {facts}  {times}", flush=True)
 
     for name in args.only:
-        {"dense": dense, "sparse": sparse, "evoformer": evoformer, "memory": memory}[name](
+        {"dense": dense, "sparse": sparse, "evoformer": evoformer, "layer": layer, "memory": memory}[name](
             torch, ops, args.rounds, report
         )
     if args.json:

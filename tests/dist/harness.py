@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 import devices
+from process_view import view_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 WORKER_SCRIPT = os.path.join(HERE, "rank_worker.py")
@@ -301,6 +302,7 @@ class _Outcome:
         self.order = []  # ranks that failed, the first first
         self.ended = []  # workers that are gone already
         self.stacks = {}
+        self.views = {}  # of ranks that were still running
 
     @property
     def clean(self):
@@ -332,6 +334,8 @@ class _Outcome:
             parts.append(
                 f"{fn.__module__}.{fn.__qualname__} failed first on rank {self.order[0]} of {len(self.reports)}"
             )
+        for rank, view in self.views.items():
+            parts.append(f"--- rank {rank} was still running:\n{view}")
         for rank, report in enumerate(self.reports):
             if report is None:
                 parts.append(f"--- rank {rank}: still running, stacks:\n{self.stacks.get(rank) or '(none)'}")
@@ -364,6 +368,7 @@ def _collect(workers, deadline, grace):
                     deadline = min(deadline, time.monotonic() + grace)
                 outcome.order.append(rank)
     for rank in pending.values():
+        outcome.views[rank] = view_of(workers[rank].pid)
         try:
             os.kill(workers[rank].pid, signal.SIGUSR1)
         except ProcessLookupError:

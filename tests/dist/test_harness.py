@@ -186,7 +186,8 @@ def _sleeping_place():
 def test_hang_ends_with_the_stacks_and_new_workers():
     before = run_ranks(2, _pid)
     started = time.monotonic()
-    with pytest.raises(RankTimeout, match="(?s)did not return on rank.s. 1 of 2 within 0.5 s.*in _sleeping_place"):
+    text = "(?s)did not return on rank.s. 1 of 2 within 0.5 s.*rank 1 was still running:.* S in .*in _sleeping_place"
+    with pytest.raises(RankTimeout, match=text):
         run_ranks(2, _hangs, timeout=0.5)
     assert time.monotonic() - started < 10
     after = run_ranks(2, _pid)

@@ -17,6 +17,7 @@ from deepspeed import ops
 from deepspeed.ops.attention import Dropped, KeyBlocks, attention
 from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed.ops.sparse_attention import BigBirdSparsityConfig, SparseSelfAttention
+from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer, functions
 from engine_models import make_net, net_engine, train_engine
 from harness import run_ranks
 from runs import DTYPES, weights
@@ -164,6 +165,48 @@ def test_whole_attention_runs_there():
     for at, (one, other) in enumerate(zip(found, expected, strict=True)):
         most = 1e-5 if at < 10 or at > 19 else 2e-2  # the middle ones are bf16
         assert torch.allclose(one, other, rtol=most, atol=most), (at, float((one - other).abs().max()))
+
+
+def trained_layers(rank, world, device):
+    """Losses and weights of layers with dropout and all memory flags, trained by an engine; and other operations."""
+    if device != "cpu":
+        standin.load()
+        deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
+        standin.choose(4, lazy=True)
+    found = []
+    for pre in (False, True):
+        config = DeepSpeedTransformerConfig(
+            4, 32, 64, 4, 0.1, 0.2, 2, 0.2, seed=3, pre_layer_norm=pre, normalize_invertible=True,
+            gelu_checkpoint=True, attn_dropout_checkpoint=True,
+        )  # fmt: skip
+        model = torch.nn.Sequential(*(DeepSpeedTransformerLayer(config) for _ in range(2)), torch.nn.Linear(32, 1))
+        settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+        engine, *_ = deepspeed.initialize(model=model, config=settings)
+        torch.manual_seed(5)
+        for step in range(3):
+            x = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(step)).to(engine.device)
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.detach().cpu())
+        engine.destroy()
+    x = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    for out in (
+        functions.rotary(x, torch.arange(6, device=device), 8, interleaved=True),
+        functions.activation(x, kind="silu", gated=True),
+        functions.norm(x, x.new_ones(16), centered=False),
+    ):
+        found += [out.detach().cpu(), torch.autograd.grad(out, x, torch.ones_like(out))[0].cpu()]
+    return found, standin.faults() if device != "cpu" else []
+
+
+def test_transformer_layers_train_there():
+    expected, _ = run_ranks(1, trained_layers, "cpu", fresh=True)[0]
+    found, faults = queued(trained_layers, "standin:0")
+    assert faults == []
+    for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), (at, float((one - other).abs().max()))
 
 
 SIZE = 500
