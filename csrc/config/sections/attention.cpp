@@ -29,7 +29,7 @@ const std::map<std::string, std::set<std::string>>& keys_by_mode() {
 DS_CONFIG_CHAPTER(90, kTraining, "Sparse attention") {
   c.add(
       section(
-          "sparse_attention", "Block-sparse self-attention. Its presence switches it on.",
+          "sparse_attention", "Block-sparse self-attention of a model of transformers. Its presence switches it on.",
           {
               text("mode", "fixed", "Pattern of the blocks.")
                   .one_of({"dense", "fixed", "variable", "bigbird", "bslongformer"})
@@ -56,8 +56,7 @@ DS_CONFIG_CHAPTER(90, kTraining, "Sparse attention") {
                   .items_at_least(0),
               integer("num_sliding_window_blocks", 3, "Blocks of the sliding window (bigbird, bslongformer).").above(0),
           })
-          .absent_is_null()
-          .not_built("sparse attention of unchanged models", kWhenPresent));
+          .absent_is_null());
   c.rule("sparse_attention: a key belongs to the mode.", [](RuleContext& j) {
     const std::string mode = j.text("sparse_attention.mode");
     const auto known = keys_by_mode().find(mode);

@@ -10,17 +10,15 @@ from deepspeed._compat import backward_id
 from deepspeed.comm.hosts import hosts_of
 from deepspeed.comm.mesh import made_here
 from deepspeed.log import log_dist_once, warning_once
+from deepspeed.ops.attention import table as table_of
 from deepspeed.ops.attention.blocks import Dropped
 from deepspeed.sequence import exchange, methods, parallel_state, positions
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.masks import Whole, allowed_of
 from deepspeed.sequence.ulysses_ring import UlyssesRing
 
-_REFUSED = {
-    "eager": "it computes inside of the model, which does not ask the table of attention functions",
-    "flex_attention": "its masks of blocks cannot be made from what the ranks see of them",
-}
 _BY_BLOCKS = {"sdpa_attention_forward": "sdpa", "flash_attention_forward": "flash attentions"}
+_KEY = "core_attn_implementation", "share sequences"  # for errors
 _PER_PART = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")  # arguments that describe this rank's part only
 
 
@@ -87,7 +85,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         self._check(query, key)
         heads = exchange.HeadExchange(query.shape[1], key.shape[1], self.process_group)
         whole = self._whole_of(module, attention_mask, kwargs.get("position_ids"), query)
-        causal, window = _causal_of(module, kwargs), _window_of(module, kwargs)
+        causal, window = table_of.causal_of(module, kwargs), table_of.window_of(module, kwargs)
         odd = self._not_by_blocks(args, kwargs)
         ring = self._ring_of(query.shape[1], query.shape[2], causal, odd)
         parts = [x.transpose(1, 2) for x in (query, key, value)]
@@ -121,6 +119,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             if self.chunk:
                 context = self._by_chunks(q, k, v, causal, mask, rules)
             else:
+                if getattr(self.attn, "takes_first_head", False):
+                    kwargs["first_head"] = start
                 context = self.attn(seen, q, k, v, mask, *args, **kwargs)[0]
         return heads.to_sequence([context])[0], None
 
@@ -134,7 +134,9 @@ class UlyssesSPAttentionHF(torch.nn.Module):
 
     def _not_by_blocks(self, args, kwargs):
         """None if attention block by block gives the result of ``attn``; else the reason why it does not."""
-        if _name_of(self.attn) not in _BY_BLOCKS:
+        if getattr(self.attn, "not_by_blocks", None):
+            return self.attn.not_by_blocks
+        if table_of.name_of(self.attn) not in _BY_BLOCKS:
             return f"only {' and '.join(_BY_BLOCKS.values())} are known to be computed by blocks: load with one"
         if args or kwargs.get("position_bias") is not None:
             return f"the model passes {'more than is known' if args else 'position_bias'} to its attention"
@@ -168,13 +170,13 @@ class UlyssesSPAttentionHF(torch.nn.Module):
 
     def _alone(self, module, query, key, value, attention_mask, *args, **kwargs):
         """A whole sequence."""
-        causal, odd = _causal_of(module, kwargs), self._not_by_blocks(args, kwargs)
+        causal, odd = table_of.causal_of(module, kwargs), self._not_by_blocks(args, kwargs)
         if key.shape[2] != query.shape[2]:
             odd = "a cache of keys is in use"
         mask, looks = allowed_of(attention_mask), None
         if self._takes_padding() and odd is None:
             whole = self._whole_of(module, attention_mask, kwargs.get("position_ids"), query)
-            looks = whole.blocks(causal, _window_of(module, kwargs), attention_mask)
+            looks = whole.blocks(causal, table_of.window_of(module, kwargs), attention_mask)
         elif mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
             odd = f"its mask has the shape {tuple(mask.shape)}"
         elif mask is not None:
@@ -187,7 +189,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         return self._by_chunks(query, key, value, causal, looks, _rules_of(kwargs)), None
 
     def _takes_padding(self):
-        return "flash" in _name_of(self.attn)
+        return "flash" in table_of.name_of(self.attn)
 
     def _check(self, query, key):
         length = query.shape[2]
@@ -274,8 +276,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                     f"seq_length {seq_length} cannot be cut into {sequence_parallel_size} equal parts "
                     "(sequence_parallel_size)"
                 )
-        table = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-        core = _core_of(table, core_attn_implementation)
+        table = table_of.table()
+        core = table_of.core_of(table, core_attn_implementation, *_KEY)
         config, matches = _model_of(model_name_or_path, core_attn_implementation)
         parallel_state.initialize_sequence_parallel(sequence_parallel_size)
         made = cls.of_config(
@@ -288,24 +290,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             global_seq_length=seq_length,
             disable_in_eval=disable_in_eval,
         )
-        _install(table, core_attn_implementation, matches, made)
+        table_of.install(table, core_attn_implementation, matches, made)
         if not isinstance(model_name_or_path, str):
-            made.demand_positions(_base_of(model_name_or_path))
+            made.demand_positions(table_of.base_of(model_name_or_path))
         return parallel_state
-
-
-def _causal_of(module, kwargs):
-    causal = kwargs.get("is_causal")
-    return getattr(module, "is_causal", True) if causal is None else causal
-
-
-def _window_of(module, kwargs):
-    return kwargs.get("sliding_window", getattr(module, "sliding_window", None))
-
-
-def _name_of(attention):
-    """Kernels of the hub are partial calls."""
-    return getattr(getattr(attention, "func", attention), "__name__", "")
 
 
 def _rules_of(kwargs, first=0):
@@ -334,43 +322,14 @@ class Seen:
         return getattr(self._module, name)
 
 
-class _Dispatch:
-    """An entry of transformers' table: modules of models that were registered in this job share sequences; all others
-    work as before."""
-
-    def __init__(self, core):
-        self.core, self.shared = core, []
-        self.__name__ = getattr(core, "__name__", type(core).__name__)
-
-    def __call__(self, module, *args, **kwargs):
-        for matches, attention, job in self.shared:
-            if matches(module) and job() is made_here():
-                return attention(module, *args, **kwargs)
-        return self.core(module, *args, **kwargs)
-
-
-def _install(table, name, matches, attention):
-    """Modules that match use ``attention`` where they ask ``table`` for ``name``."""
-    if not isinstance(table[name], _Dispatch):
-        table.register(name, _Dispatch(table[name]))
-    job = made_here()  # groups end with it
-    kept = [entry for entry in table[name].shared if entry[2]() is job]
-    table[name].shared = [(matches, attention, weakref.ref(job)), *kept]
-
-
-def is_model(model):
-    """Whether ``model``, or what it wraps as PEFT's objects do, is one of transformers."""
-    return hasattr(getattr(_base_of(model), "config", None), "get_text_config")
-
-
 def share_model(model, modules, process_group):
     """``modules``, attention of a transformers ``model``, share sequences among the ranks of ``process_group``, with
     the attention function that the model has."""
-    table = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    table = table_of.table()
     config, name = model.config.get_text_config(), model.config._attn_implementation
-    core, own = _core_of(table, name), weakref.WeakSet(modules)
+    core, own = table_of.core_of(table, name, *_KEY), weakref.WeakSet(modules)
     made = UlyssesSPAttentionHF.of_config(core, config, process_group, seq_length_is_variable=True)
-    _install(table, name, lambda module: module in own, made)
+    table_of.install(table, name, lambda module: module in own, made)
     made.demand_positions(model)
     return made
 
@@ -378,32 +337,12 @@ def share_model(model, modules, process_group):
 def configure_model(model, process_group, **how):
     """All attention of a transformers ``model`` as ``how`` says (``UlyssesSPAttentionHF.configure``), shared among the
     ranks of ``process_group``: as it was registered, where it was."""
-    table, model = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS, _base_of(model)
-    entry, modules = table.get(model.config._attn_implementation), list(model.modules())
-    shared = entry.shared if isinstance(entry, _Dispatch) else []
-    here = [made for matches, made, job in shared if job() is made_here() and any(map(matches, modules))]
+    table, model = table_of.table(), table_of.base_of(model)
+    modules = list(model.modules())
+    here = table_of.installed(table, model.config._attn_implementation, modules)
     made = here[0] if here else share_model(model, modules, process_group)
     made.configure(**how)
     return made
-
-
-def _core_of(table, name):
-    if name in _REFUSED:
-        raise ValueError(
-            f'core_attn_implementation "{name}" cannot share sequences: {_REFUSED[name]}. Use one of {_usable(table)}'
-        )
-    if name not in table and "/" in name:
-        importlib.import_module("transformers.integrations.hub_kernels").load_and_register_attn_kernel(name)
-    if name not in table:
-        raise ValueError(
-            f'transformers has no attention function "{name}" (core_attn_implementation): use one of {_usable(table)}'
-        )
-    found = table[name]
-    return found.core if isinstance(found, _Dispatch) else found
-
-
-def _usable(table):
-    return ", ".join(sorted(name for name in table if name not in _REFUSED and not name.startswith("paged")))
 
 
 def _model_of(model, name):
@@ -411,7 +350,7 @@ def _model_of(model, name):
     if isinstance(model, str):
         config = importlib.import_module("transformers").AutoConfig.from_pretrained(model)
         return config.get_text_config(), lambda module: _path_of(getattr(module, "config", None)) == model
-    base = _base_of(model)
+    base = table_of.base_of(model)
     if not hasattr(base, "config") or not isinstance(base, torch.nn.Module):
         raise ValueError(
             f"model_name_or_path is a {type(model).__name__}: it must be a name, a path, or a model with a config"
@@ -420,10 +359,6 @@ def _model_of(model, name):
     if getattr(base.config, "_attn_implementation", name) != name and hasattr(base, "set_attn_implementation"):
         base.set_attn_implementation(name)
     return base.config.get_text_config(), lambda module: module in own
-
-
-def _base_of(model):
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _path_of(config):

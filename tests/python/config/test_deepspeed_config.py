@@ -346,7 +346,6 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
     for on in (
         {"hybrid_engine": {"enabled": True}},
         {"amp": {"enabled": True}},
-        {"sparse_attention": {"mode": "fixed"}},
         {"optimizer": {"type": "MuSGD"}},
     ):
         config = {"train_batch_size": 8, **on}

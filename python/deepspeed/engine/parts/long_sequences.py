@@ -1,4 +1,4 @@
-"""Applies the section ``sequence_parallel`` of the configuration to an engine's model."""
+"""Applies the sections ``sequence_parallel`` and ``sparse_attention`` of the configuration to an engine's model."""
 
 import torch
 
@@ -7,6 +7,8 @@ from deepspeed.activation_checkpointing.hidden_states import CheckpointHiddenSta
 from deepspeed.comm.mesh_views import alone
 from deepspeed.engine.members import engine_parts
 from deepspeed.log import log_dist
+from deepspeed.ops.attention.table import is_model
+from deepspeed.ops.sparse_attention import sparsify
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.sequence import hf_attention, tiling
 
@@ -42,8 +44,13 @@ class LongSequences:
     def prepare(self):
         """Once, before the model is moved: its attention shares sequences, and what was asked for works by tiles."""
         section, model = self.section, self.engine.module
-        if section is None:
-            return
+        if section is not None:
+            self._apply(section, model)
+        sparse = self.engine._config.sparse_attention
+        if sparse is not None:  # last: what shares sequences exchanges tokens for heads around it
+            self._make_sparse(model, sparse)
+
+    def _apply(self, section, model):
         if isinstance(model, PipelineModule):
             asked = [key for key in ("chunk", "tile_mlp", "tile_loss") if section[key]]
             asked += ["offload"] * (section.offload != "none") + ["method"] * (section.method != "auto")
@@ -58,6 +65,23 @@ class LongSequences:
         if section.offload != "none":
             self._watch_inputs(model)
 
+    def _make_sparse(self, model, section):
+        if isinstance(model, PipelineModule):
+            raise DeepSpeedConfigError(
+                "sparse_attention cannot be used with a PipelineModule: layers of a PipelineModule are not replaced. "
+                "Put SparseSelfAttention into them when you build it"
+            )
+        sliced = self.engine._config.tensor_parallel_config.autotp_size
+        if section.get("different_layout_per_head") and sliced > 1:
+            raise DeepSpeedConfigError(
+                f"sparse_attention.different_layout_per_head is true, and {sliced} ranks "
+                "have some heads each (tensor_parallel.autotp_size): set it to false, so that all heads have one layout"
+            )
+        try:
+            sparsify(model, section)
+        except ValueError as error:
+            raise DeepSpeedConfigError(str(error)) from None
+
     @property
     def _offload(self):
         """As ``utils.waiting_tensors.store_of`` wants it."""
@@ -67,7 +91,7 @@ class LongSequences:
         section, group = self.section, self.engine.seq_parallel_group
         if self.engine.sequence_parallel_size == 1 and not section.chunk:
             return
-        if not hf_attention.is_model(model):
+        if not is_model(model):
             asked = [key for key in ("chunk", "method") if section[key] not in (0, "auto")]
             if asked:
                 key = f"sequence_parallel.{asked[0]}"

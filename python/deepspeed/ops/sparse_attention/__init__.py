@@ -14,6 +14,7 @@ from deepspeed.ops.sparse_attention.sparsity_config import (
     SparsityConfig,
     VariableSparsityConfig,
 )
+from deepspeed.ops.sparse_attention.unchanged import explain, sparsify
 
 __all__ = [
     "BSLongformerSparsityConfig",
@@ -28,4 +29,6 @@ __all__ = [
     "SparseSelfAttention",
     "SparsityConfig",
     "VariableSparsityConfig",
+    "explain",
+    "sparsify",
 ]

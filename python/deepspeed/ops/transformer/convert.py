@@ -100,7 +100,7 @@ class _Encoder(_Reader):
         layer, attention = self.layer, self.layer.self_attn
         if not attention.batch_first:
             raise ValueError(
-                "TransformerEncoderLayer(batch_first=True) is what can be converted: tensors are [batch, tokens, hidden]"
+                "TransformerEncoderLayer can be converted with batch_first=True: tensors are [batch, tokens, hidden]"
             )
         if attention.in_proj_bias is None or attention.in_proj_weight is None:
             raise ValueError(
@@ -155,8 +155,8 @@ def reader_of(layer):
     if all(_has(layer, path) for path in parts):
         return _Bert(layer)
     raise TypeError(
-        f"{type(layer).__name__} is neither a layer of transformers' BERT nor torch.nn.TransformerEncoderLayer: build a "
-        "DeepSpeedTransformerLayer with initial_weights and initial_biases"
+        f"{type(layer).__name__} is neither a layer of transformers' BERT nor torch.nn.TransformerEncoderLayer: build "
+        "a DeepSpeedTransformerLayer with initial_weights and initial_biases"
     )
 
 
