@@ -15,7 +15,7 @@ def refused(kind, words, call, /, *args, **options):
 
 @contextlib.contextmanager
 def refusing(kind, *texts):
-    """What stands below raises a ``kind`` whose text has all of ``texts``."""
+    """The block raises a ``kind`` whose text has all of ``texts``."""
     with pytest.raises(kind) as error:
         yield
     assert all(text in str(error.value) for text in texts), str(error.value)

@@ -3,6 +3,7 @@
 // devices and instruction sets give the same bytes: fp32 sums, products and quotients are rounded one by one (none is
 // fused), and sums of squares have the order of kernels/sum_order.h.
 #pragma once
+#include "kernels/host_device.h"
 #include "kernels/launch.h"
 
 namespace ds::kernels {
@@ -102,6 +103,24 @@ struct FakeQuant {
   uint64_t seed;
 };
 
+// [Note: small floats]
+// A sign, `exponent` bits and `mantissa` bits: e2m1, e3m2, e4m3 or e4m7 (4, 6, 8, 12 bits), with subnormal numbers and
+// without infinities and NaNs, so that all codes are numbers. `group` elements in a row have a row of bytes: their
+// codes, one after the other from the lowest bit of the first byte on, and then a scale in fp32: largest absolute value
+// / largest number of the format (1 for a group of zeros). An element is its number times the scale. Rounding is to the
+// nearest (ties to even), or up with the probability of the fraction, by random_bits() of the element's number. A group
+// with a NaN or an infinity has a NaN for a scale, and comes back as NaN.
+struct FloatCode {
+  int exponent, mantissa;
+  size_t group;  // codes of whole bytes: a multiple of 2 for 4 and 12 bits, of 4 for 6 bits
+  bool stochastic;
+  uint64_t seed;
+};
+DS_HOST_DEVICE constexpr int float_bits(const FloatCode& code) { return 1 + code.exponent + code.mantissa; }
+DS_HOST_DEVICE constexpr size_t float_row(const FloatCode& code) {
+  return code.group * static_cast<size_t>(float_bits(code)) / 8 + sizeof(float);
+}
+
 struct CodeKernels {
   uint32_t abi, size;
 
@@ -114,9 +133,14 @@ struct CodeKernels {
                         float factor, bool add);
   // `dtype`: kF32, kF16 or kBF16.
   void (*fake_quant)(const Launch&, const FakeQuant& how, DType dtype, void* values, size_t numel);
+  // rows: float_row() bytes for each group. `values`, `out`: kF32, kF16 or kBF16.
+  void (*encode_floats)(const Launch&, const FloatCode& code, DType dtype, const void* values, size_t groups,
+                        uint8_t* rows);
+  void (*decode_floats)(const Launch&, const FloatCode& code, const uint8_t* rows, size_t groups, DType dtype,
+                        void* out);
 };  // append only
 
-constexpr uint32_t kCodesAbi = 2;
+constexpr uint32_t kCodesAbi = 3;
 
 }  // namespace ds::kernels
 

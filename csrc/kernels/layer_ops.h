@@ -39,7 +39,7 @@ struct NormGradients {
   void *dweight, *dshift;  // wide, `size` numbers each; null: neither is wanted
   void* parts;             // kNormParts * 2 * size wide numbers of memory to work in; null with dweight
 };
-// Rows are cut into so many parts, whose sums are added up in their order.
+// Rows are cut into this many parts, whose sums are added up in their order.
 constexpr size_t kNormParts = 32;
 
 enum class Activation : int32_t { kGeluTanh, kGelu, kRelu, kSilu };

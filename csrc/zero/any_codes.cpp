@@ -22,6 +22,7 @@ using kernels::BlockSum;
 using kernels::CodeKernels;
 using kernels::ErrorSum;
 using kernels::FakeQuant;
+using kernels::FloatCode;
 using kernels::SignRun;
 using kernels::SignSum;
 
@@ -139,6 +140,24 @@ void fake_quant(const c10::Device& device, const Launch& launch, const FakeQuant
   host.give_back();
 }
 
+void encode_floats(const c10::Device& device, const Launch& launch, const FloatCode& code, DType dtype,
+                   const void* values, size_t groups, uint8_t* rows) {
+  OnHost host(device);
+  const void* from = host.read(values, groups * code.group * dtype_bytes(dtype));
+  uint8_t* to = host.change(rows, groups * float_row(code));
+  cpu_codes().encode_floats({launch.pool}, code, dtype, from, groups, to);
+  host.give_back();
+}
+
+void decode_floats(const c10::Device& device, const Launch& launch, const FloatCode& code, const uint8_t* rows,
+                   size_t groups, DType dtype, void* out) {
+  OnHost host(device);
+  const uint8_t* from = host.read(rows, groups * float_row(code));
+  void* to = host.change(out, groups * code.group * dtype_bytes(dtype));
+  cpu_codes().decode_floats({launch.pool}, code, from, groups, dtype, to);
+  host.give_back();
+}
+
 template <size_t... kType>
 auto make_code_tables(std::index_sequence<kType...>) {
   const auto table = [](auto type) -> CodeKernels {
@@ -150,7 +169,9 @@ auto make_code_tables(std::index_sequence<kType...>) {
             &Entry<kOne, &decode_signs>::call,
             &Entry<kOne, &encode_blocks>::call,
             &Entry<kOne, &decode_blocks>::call,
-            &Entry<kOne, &fake_quant>::call};
+            &Entry<kOne, &fake_quant>::call,
+            &Entry<kOne, &encode_floats>::call,
+            &Entry<kOne, &decode_floats>::call};
   };
   return std::array<CodeKernels, sizeof...(kType)>{{table(std::integral_constant<size_t, kType>())...}};
 }

@@ -100,6 +100,14 @@ kernels::CodeKernels make_codes() {
     const size_t bytes = numel * dtype_bytes(dtype);
     ran("fake_quant", bytes + bytes);
   };
+  made.encode_floats = [](const Launch&, const kernels::FloatCode& code, DType dtype, const void*, size_t groups,
+                          uint8_t*) {
+    ran("encode_floats", groups * (code.group * dtype_bytes(dtype) + float_row(code)));
+  };
+  made.decode_floats = [](const Launch&, const kernels::FloatCode& code, const uint8_t*, size_t groups, DType dtype,
+                          void*) {
+    ran("decode_floats", groups * (code.group * dtype_bytes(dtype) + float_row(code)));
+  };
   return made;
 }
 

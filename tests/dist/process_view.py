@@ -1,10 +1,13 @@
-"""The state of a process that does not answer: each thread as the kernel sees it, and the calls of its first thread, where
-``eu-stack`` (Debian's elfutils) is installed."""
+"""The state of a process that does not answer: each thread as the kernel sees it, and the calls of its first thread."""
 
+import os
 import pathlib
-import shutil
 import subprocess
 import time
+
+from places import ROOT
+
+STACK_OF = os.path.join(ROOT, "tools", "stack_of.sh")
 
 
 def _read(path):
@@ -34,14 +37,11 @@ def threads_of(pid, seconds=0.1):
 
 
 def calls_of(pid, most=24):
-    """The calls of the first thread, the innermost first; empty without ``eu-stack``."""
-    tool = shutil.which("eu-stack")
-    if tool is None:
-        return []
+    """The calls of the first thread, the innermost first; empty where they cannot be read."""
     try:
-        shown = subprocess.run([tool, "-1", "-p", str(pid)], capture_output=True, text=True, timeout=20)
+        shown = subprocess.run([STACK_OF, str(pid)], capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
-        return ["(eu-stack takes longer than 20 s)"]
+        return ["(its calls take longer than 20 s to read)"]
     return [line for line in shown.stdout.splitlines() if line.startswith("#")][:most]
 
 

@@ -24,7 +24,7 @@ def engine_of(model, section=SECTION, **more):
 
 
 def losses_of(rank, world, shared):
-    """Of three steps on one sequence, which ``shared`` ranks have together."""
+    """The losses of three steps on one sequence, which ``shared`` ranks have together."""
     with toy_transformers.installed():
         torch.manual_seed(0)
         more = {"sequence_parallel_size": shared, "sequence_parallel": {}} if shared > 1 else {}

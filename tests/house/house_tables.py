@@ -52,6 +52,7 @@ LATE_IMPORTS = {
     "ops/op_builder/builder.py": "a third party's prebuilt op has a name that only its builder knows",
     "ops/op_builder/prebuilt_op.py": "an op's functions are imported when it is loaded: some need the native module",
     "formats/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
+    "ops/attention/table.py": "transformers is optional",
     "sequence/hf_attention.py": "transformers is optional",
     "sequence/tiling.py": "as above",
     "engine/members.py": "files of a folder register parts of engines; their own imports are checked where they stand",

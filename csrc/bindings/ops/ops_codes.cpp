@@ -128,7 +128,50 @@ class CodeOps {
     });
   }
 
+  // Rows of codes and a scale, uint8 [groups, group * bits / 8 + 4], of groups of `group` elements.
+  at::Tensor encode_floats(const at::Tensor& values, int64_t group, int bits, bool stochastic, uint64_t seed) {
+    const at::Tensor flat = values.detach().contiguous();
+    const kernels::FloatCode code = float_code(group, bits, stochastic, seed);
+    if (flat.numel() % group != 0)
+      fail(ErrorKind::kValue, flat.numel(), " elements cannot be cut into groups of ", group,
+           " (group_size); use a divisor of ", flat.numel());
+    const DType type = zero::kernel_dtype(flat.scalar_type(), "the tensor to quantize");
+    const auto groups = flat.numel() / group;
+    const at::Tensor rows = at::empty({groups, static_cast<int64_t>(float_row(code))}, flat.options().dtype(at::kByte));
+    on(flat, [&](const CodeKernels& codes, const kernels::Launch& launch) {
+      codes.encode_floats(launch, code, type, flat.data_ptr(), static_cast<size_t>(groups), rows.data_ptr<uint8_t>());
+    });
+    return rows;
+  }
+
+  // [groups, group] of the rows that encode_floats() returned.
+  at::Tensor decode_floats(const at::Tensor& given, int64_t group, int bits, const py::object& dtype) {
+    const at::Tensor rows = given.detach().contiguous();
+    const kernels::FloatCode code = float_code(group, bits, false, 0);
+    const at::ScalarType type = optional_dtype(dtype).value_or(at::kFloat);
+    const DType out_type = zero::kernel_dtype(type, "the result of dequantize");
+    if (rows.scalar_type() != at::kByte || rows.dim() != 2 || rows.size(1) != static_cast<int64_t>(float_row(code)))
+      fail(ErrorKind::kValue, "codes of ", bits, " bits in groups of ", group, " are torch.uint8 [groups, ",
+           float_row(code), "], got ", rows.toString(), " ", rows.sizes());
+    const at::Tensor out = at::empty({rows.size(0), group}, rows.options().dtype(type));
+    on(rows, [&](const CodeKernels& codes, const kernels::Launch& launch) {
+      codes.decode_floats(launch, code, rows.data_ptr<uint8_t>(), static_cast<size_t>(rows.size(0)), out_type,
+                          out.data_ptr());
+    });
+    return out;
+  }
+
  private:
+  static kernels::FloatCode float_code(int64_t group, int bits, bool stochastic, uint64_t seed) {
+    if (bits != 4 && bits != 6 && bits != 8 && bits != 12)
+      fail(ErrorKind::kValue, "floats of ", bits, " bits are not there; use 4, 6, 8 or 12 (q_bits)");
+    const int64_t whole = bits == 8 ? 1 : bits == 6 ? 4 : 2;
+    if (group < 1 || group % whole != 0)
+      fail(ErrorKind::kValue, "groups of ", group, " floats of ", bits, " bits are not whole bytes; group_size is a ",
+           "multiple of ", whole);
+    const int exponent = bits == 4 ? 2 : bits == 6 ? 3 : 4;
+    return {exponent, bits - 1 - exponent, static_cast<size_t>(group), stochastic, seed};
+  }
   static void check_groups(int64_t numel, int64_t groups) {
     if (groups < 1 || numel % groups != 0)
       fail(ErrorKind::kValue, numel, " elements cannot be cut into ", groups, " equal groups; use a divisor of ",
@@ -168,7 +211,9 @@ DS_BINDINGS(m) {
       .def("unpack_signs", &CodeOps::unpack_signs, "bits"_a, "numel"_a)
       .def("encode", &CodeOps::encode, "values"_a, "groups"_a, "bits"_a, "offset"_a)
       .def("decode", &CodeOps::decode, "codes"_a, "params"_a, "groups"_a, "bits"_a, "offset"_a, "parts"_a, "dtype"_a)
-      .def("fake_quant", &CodeOps::fake_quant, "values"_a, "groups"_a, "bits"_a, "offset"_a, "stochastic"_a, "seed"_a);
+      .def("fake_quant", &CodeOps::fake_quant, "values"_a, "groups"_a, "bits"_a, "offset"_a, "stochastic"_a, "seed"_a)
+      .def("encode_floats", &CodeOps::encode_floats, "values"_a, "group"_a, "bits"_a, "stochastic"_a, "seed"_a)
+      .def("decode_floats", &CodeOps::decode_floats, "rows"_a, "group"_a, "bits"_a, "dtype"_a);
 }
 
 }  // namespace ds::bindings

@@ -7,12 +7,13 @@ namespace ds::kernels::cpu {
 namespace {
 
 IsaTables<CodeKernels> code_tables() {
-  IsaTables<CodeKernels> all = {{kCodesAbi, sizeof(CodeKernels), &ref::sum_squares_with_error, &ref::encode_signs,
-                                 &ref::decode_signs, &ref::encode_blocks, &ref::decode_blocks, &ref::fake_quant},
-                                {}};
+  IsaTables<CodeKernels> all = {
+      {kCodesAbi, sizeof(CodeKernels), &ref::sum_squares_with_error, &ref::encode_signs, &ref::decode_signs,
+       &ref::encode_blocks, &ref::decode_blocks, &ref::fake_quant, &ref::encode_floats, &ref::decode_floats},
+      {}};
   for (int i = 0; i < kIsaCount; ++i)
-    all.by_isa[i] = {kCodesAbi,       sizeof(CodeKernels), kSumSquaresWithError[i], kEncodeSigns[i],
-                     kDecodeSigns[i], kEncodeBlocks[i],    kDecodeBlocks[i],        kFakeQuant[i]};
+    all.by_isa[i] = {kCodesAbi,        sizeof(CodeKernels), kSumSquaresWithError[i], kEncodeSigns[i], kDecodeSigns[i],
+                     kEncodeBlocks[i], kDecodeBlocks[i],    kFakeQuant[i],           &encode_floats,  &decode_floats};
   return all;
 }
 

@@ -15,6 +15,10 @@ extern const decltype(CodeKernels::encode_blocks) kEncodeBlocks[kIsaCount];
 extern const decltype(CodeKernels::decode_blocks) kDecodeBlocks[kIsaCount];
 extern const decltype(CodeKernels::fake_quant) kFakeQuant[kIsaCount];
 
+// The same for every instruction set.
+void encode_floats(const Launch&, const FloatCode& code, DType dtype, const void* values, size_t groups, uint8_t* rows);
+void decode_floats(const Launch&, const FloatCode& code, const uint8_t* rows, size_t groups, DType dtype, void* out);
+
 // Calls body(s, first, last) for units of `width` elements of every run, of which the last unit may be shorter.
 template <typename Run, typename Body>
 void split_units(const Launch& launch, const Run* runs, size_t count, size_t width, const Body& body) {

@@ -6,6 +6,7 @@
 #include "kernels/cuda/entries.cuh"
 #include "kernels/cuda/piece_list.cuh"
 #include "kernels/fake_quant.h"
+#include "kernels/small_float.h"
 #include "kernels/sum_order.h"
 
 namespace ds::kernels::cuda {
@@ -367,8 +368,61 @@ void fake_quant(const Launch& launch, const FakeQuant& how, DType dtype, void* v
   launch_kernel(launch, &fake_round_kernel, blocks, kThreads, 0, pieces, how, dtype, values, ranges);
 }
 
-constexpr CodeKernels kCodes = {kCodesAbi,     sizeof(CodeKernels), &sum_squares_with_error, &encode_signs,
-                                &decode_signs, &encode_blocks,      &decode_blocks,          &fake_quant};
+// ---- small floats: a block of threads for each group ----
+__global__ void encode_floats_kernel(FloatCode code, DType dtype, const void* values, uint8_t* rows) {
+  DS_SHARED(float, shared, [kThreads]);
+  const size_t first = blockIdx.x * code.group;
+  float most = 0;
+  for (size_t i = threadIdx.x; i < code.group; i += blockDim.x) {
+    const float size = fabsf(element<float>(values, dtype, first + i));
+    most = most != most || size <= most ? most : size;  // a NaN stays
+  }
+  shared[threadIdx.x] = most;
+  __syncthreads();
+  for (unsigned width = kThreads / 2; width > 0; width /= 2) {
+    if (threadIdx.x < width) {
+      const float mine = shared[threadIdx.x], other = shared[threadIdx.x + width];
+      shared[threadIdx.x] = mine != mine || other <= mine ? mine : other;
+    }
+    __syncthreads();
+  }
+  const float scale = float_scale(code, shared[0]);
+  const RandomKey key = random_key(code.seed, 0, 0);
+  uint8_t* row = rows + blockIdx.x * float_row(code);
+  const size_t units = code.group / static_cast<size_t>(float_unit(code).codes);
+  const auto value = [&](size_t i) { return element<float>(values, dtype, first + i); };
+  for (size_t u = threadIdx.x; u < units; u += blockDim.x) encode_unit(code, scale, key, first, u, value, row);
+  if (threadIdx.x < sizeof(scale))
+    row[float_row(code) - sizeof(scale) + threadIdx.x] = static_cast<uint8_t>(float_word(scale) >> (8 * threadIdx.x));
+}
+
+__global__ void decode_floats_kernel(FloatCode code, const uint8_t* rows, DType dtype, void* out) {
+  const uint8_t* row = rows + blockIdx.x * float_row(code);
+  const uint8_t* last = row + float_row(code) - sizeof(float);
+  uint32_t word = 0;
+  for (unsigned b = 0; b < sizeof(float); ++b) word |= uint32_t{last[b]} << (8 * b);
+  const size_t first = blockIdx.x * code.group, units = code.group / static_cast<size_t>(float_unit(code).codes);
+  const auto put = [&](size_t i, float x) {
+    const float one[1] = {x};
+    store(out, dtype, first + i, one);
+  };
+  for (size_t u = threadIdx.x; u < units; u += blockDim.x) decode_unit(code, word_float(word), u, row, put);
+}
+
+void encode_floats(const Launch& launch, const FloatCode& code, DType dtype, const void* values, size_t groups,
+                   uint8_t* rows) {
+  if (groups > 0)
+    launch_kernel(launch, &encode_floats_kernel, static_cast<unsigned>(groups), kThreads, 0, code, dtype, values, rows);
+}
+void decode_floats(const Launch& launch, const FloatCode& code, const uint8_t* rows, size_t groups, DType dtype,
+                   void* out) {
+  if (groups > 0)
+    launch_kernel(launch, &decode_floats_kernel, static_cast<unsigned>(groups), kThreads, 0, code, rows, dtype, out);
+}
+
+constexpr CodeKernels kCodes = {kCodesAbi,      sizeof(CodeKernels), &sum_squares_with_error, &encode_signs,
+                                &decode_signs,  &encode_blocks,      &decode_blocks,          &fake_quant,
+                                &encode_floats, &decode_floats};
 
 }  // namespace
 }  // namespace ds::kernels::cuda

@@ -13,21 +13,6 @@ const CodeKernels* find_codes(const char* isa) { return ds_cpu_code_kernels_isa(
 const CodeKernels& ref_codes() { return *find_codes("ref"); }
 auto isa_codes() { return of_each_isa(find_codes); }
 
-// Bytes, of which an odd last one is followed by one that stays as it is.
-Buffer byte_buffer(size_t bytes, size_t offset = 0) { return Buffer(DType::kF16, (bytes + 1) / 2, offset); }
-void fill_with(Buffer& bytes, unsigned seed) {
-  std::mt19937 random(seed);
-  for (size_t i = 0; i < bytes.bytes(); ++i) static_cast<uint8_t*>(bytes.data())[i] = static_cast<uint8_t>(random());
-}
-
-testing::AssertionResult equal_bytes(const Buffer& got, const Buffer& want) {
-  if (!got.canary_intact()) return testing::AssertionFailure() << "written past the end";
-  const auto *a = static_cast<const uint8_t*>(got.data()), *b = static_cast<const uint8_t*>(want.data());
-  for (size_t i = 0; i < got.bytes(); ++i)
-    if (a[i] != b[i]) return testing::AssertionFailure() << "byte " << i << ": " << int{a[i]} << ", not " << int{b[i]};
-  return testing::AssertionSuccess();
-}
-
 // ---- one call of each entry, with a run for each size, in the memory of a place ----
 struct Signs {
   std::vector<Buffer> values, error, bits, scale, sums;

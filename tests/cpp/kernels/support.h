@@ -127,6 +127,21 @@ class Buffer {
   std::vector<unsigned char> storage_;
 };
 
+// Bytes, of which an odd last one is followed by one that stays as it is.
+inline Buffer byte_buffer(size_t bytes, size_t offset = 0) { return Buffer(DType::kF16, (bytes + 1) / 2, offset); }
+inline void fill_with(Buffer& bytes, unsigned seed) {
+  std::mt19937 random(seed);
+  for (size_t i = 0; i < bytes.bytes(); ++i) static_cast<uint8_t*>(bytes.data())[i] = static_cast<uint8_t>(random());
+}
+
+inline testing::AssertionResult equal_bytes(const Buffer& got, const Buffer& want) {
+  if (!got.canary_intact()) return testing::AssertionFailure() << "written past the end";
+  const auto *a = static_cast<const uint8_t*>(got.data()), *b = static_cast<const uint8_t*>(want.data());
+  for (size_t i = 0; i < got.bytes(); ++i)
+    if (a[i] != b[i]) return testing::AssertionFailure() << "byte " << i << ": " << int{a[i]} << ", not " << int{b[i]};
+  return testing::AssertionSuccess();
+}
+
 // Moves of odd sizes between two buffers, with gaps between the targets. More of them than one launch takes.
 class ManyMoves {
  public:

@@ -66,7 +66,7 @@ def usable(table):
 
 
 def base_of(model):
-    """What PEFT's objects wrap, or ``model``."""
+    """The model that one of PEFT's objects wraps, or ``model`` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -147,7 +147,7 @@ def sparsify(model, section):
 
 
 class Explained(NamedTuple):
-    """What a pattern computes for one sequence. ``flops``, ``dense_flops``: of forward and backward; ``bytes``,
+    """The cost of a pattern for one sequence. ``flops``, ``dense_flops``: of forward and backward; ``bytes``,
     ``dense_bytes``: of the scores, in fp32, which are never all in memory; ``rows_without_keys``: blocks of queries
     of all heads that see nothing, whose outputs are zeros."""
 
@@ -171,7 +171,7 @@ class Explained(NamedTuple):
 
 
 def explain(config, length, num_heads=None, head_size=64):
-    """What a pattern costs: an ``Explained``, which prints as a sentence.
+    """Returns the cost of a pattern: an ``Explained``, which prints as a sentence.
 
     ``config``: a ``SparsityConfig``, or a section ``sparse_attention`` with ``num_heads``. ``length``: tokens, rounded
     up to whole blocks.

@@ -31,7 +31,7 @@ class TransformerConfig:
 
 
 class DeepSpeedTransformerConfig(TransformerConfig):
-    """What a ``DeepSpeedTransformerLayer`` is built from.
+    """The sizes, dropout and memory flags of a ``DeepSpeedTransformerLayer``.
 
     Args:
         batch_size: the largest number of sequences of a call; -1: any.

@@ -148,7 +148,7 @@ def _activation(function, layer):
 
 
 def reader_of(layer):
-    """What reads ``layer``; TypeError for a class that cannot be converted."""
+    """Returns an object that reads ``layer``; TypeError for a class that cannot be converted."""
     if isinstance(layer, torch.nn.TransformerEncoderLayer):
         return _Encoder(layer)
     parts = ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.LayerNorm")

@@ -51,7 +51,7 @@ def _weight_grads(ctx, dweight, dshift, weight, shift, first):
 
 
 class Dropout:
-    """Which elements of rows are dropped: ``probability`` of them, by ``seed`` and the number of each element
+    """The choice of dropped elements of rows: ``probability`` of them, by ``seed`` and the number of each element
     (row_factor in csrc/kernels/layer_ops.h). The others are divided by 1 - ``probability``."""
 
     def __init__(self, probability, seed):

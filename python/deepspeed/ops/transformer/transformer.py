@@ -167,7 +167,7 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
 
     @property
     def self_attn(self):
-        """What ``torch.nn.TransformerEncoder`` asks its first layer for."""
+        """An attribute that ``torch.nn.TransformerEncoder`` reads of its first layer."""
         return SimpleNamespace(batch_first=True)
 
     # ---- the layer ---------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
             raise ValueError("output_attentions: DeepSpeedTransformerLayer does not keep attention probabilities")
 
     def _masks(self, hidden_states, attention_mask, src_mask, padding):
-        """What ``attention`` takes of masks."""
+        """The arguments of ``attention`` for all masks of a call."""
         batch, tokens, _ = hidden_states.shape
         looks, biases = [], []
         if attention_mask is not None:
