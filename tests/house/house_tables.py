@@ -125,7 +125,7 @@ PYTHON_FOLDERS = {
     "checkpoint": [{"layouts"}, {"write"}, {"engines", "read"}, {"convert"}, {"save"}],
     "engine": [{"parts"}, {"pipeline_parts"}],
     "ops": [
-        {"adam", "attention", "quantizer", "random_ltd"},
+        {"adam", "attention", "fp_quantizer", "quantizer", "random_ltd"},
         {"deepspeed4science", "sparse_attention"},
         {"transformer"},
         {"op_builder"},

@@ -27,6 +27,28 @@ void with_small_type(DType dtype, const Call& call) {
   dtype == DType::kF16 ? call(Fp16{}) : call(Bf16{});
 }
 
+// A format with what the compiler knows of it as constants.
+template <int kExponent, int kMantissa, bool kStochastic>
+struct Format {
+  static FloatCode of(FloatCode code) {
+    code.exponent = kExponent, code.mantissa = kMantissa, code.stochastic = kStochastic;
+    return code;
+  }
+};
+template <bool kStochastic, typename Call>
+void with_mantissa(const FloatCode& code, const Call& call) {
+  switch (float_bits(code)) {
+    case 4: return call(Format<2, 1, kStochastic>());
+    case 6: return call(Format<3, 2, kStochastic>());
+    case 8: return call(Format<4, 3, kStochastic>());
+    default: return call(Format<4, 7, kStochastic>());
+  }
+}
+template <typename Call>
+void with_format(const FloatCode& code, const Call& call) {
+  code.stochastic ? with_mantissa<true>(code, call) : with_mantissa<false>(code, call);
+}
+
 template <typename Body>
 void by_groups(const Launch& launch, const FloatCode& code, size_t groups, const Body& body) {
   if (groups == 0) return;
@@ -34,8 +56,9 @@ void by_groups(const Launch& launch, const FloatCode& code, size_t groups, const
   launch.pool->parallel_for(groups, std::max<size_t>(1, kGrain / code.group), body);
 }
 
-template <typename T>
-void encode_groups(const FloatCode& code, const T* values, uint8_t* rows, size_t begin, size_t end) {
+template <typename Form, typename T>
+void encode_groups(const FloatCode& given, const T* values, uint8_t* rows, size_t begin, size_t end) {
+  const FloatCode code = Form::of(given);
   const RandomKey key = random_key(code.seed, 0, 0);
   const size_t units = code.group / static_cast<size_t>(float_unit(code).codes);
   std::vector<float> group(code.group);
@@ -57,8 +80,9 @@ void encode_groups(const FloatCode& code, const T* values, uint8_t* rows, size_t
   }
 }
 
-template <typename T>
-void decode_groups(const FloatCode& code, const uint8_t* rows, T* out, size_t begin, size_t end) {
+template <typename Form, typename T>
+void decode_groups(const FloatCode& given, const uint8_t* rows, T* out, size_t begin, size_t end) {
+  const FloatCode code = Form::of(given);
   const size_t units = code.group / static_cast<size_t>(float_unit(code).codes);
   for (size_t g = begin; g < end; ++g) {
     const uint8_t* row = rows + g * float_row(code);
@@ -74,16 +98,23 @@ void decode_groups(const FloatCode& code, const uint8_t* rows, T* out, size_t be
 void encode_floats(const Launch& launch, const FloatCode& code, DType dtype, const void* values, size_t groups,
                    uint8_t* rows) {
   by_groups(launch, code, groups, [&](size_t begin, size_t end) {
-    with_small_type(
-        dtype, [&](auto type) { encode_groups(code, static_cast<const decltype(type)*>(values), rows, begin, end); });
+    with_small_type(dtype, [&](auto type) {
+      using T = decltype(type);
+      with_format(code, [&](auto form) {
+        encode_groups<decltype(form)>(code, static_cast<const T*>(values), rows, begin, end);
+      });
+    });
   });
 }
 
 void decode_floats(const Launch& launch, const FloatCode& code, const uint8_t* rows, size_t groups, DType dtype,
                    void* out) {
   by_groups(launch, code, groups, [&](size_t begin, size_t end) {
-    with_small_type(dtype,
-                    [&](auto type) { decode_groups(code, rows, static_cast<decltype(type)*>(out), begin, end); });
+    with_small_type(dtype, [&](auto type) {
+      using T = decltype(type);
+      with_format(code,
+                  [&](auto form) { decode_groups<decltype(form)>(code, rows, static_cast<T*>(out), begin, end); });
+    });
   });
 }
 

@@ -99,7 +99,8 @@ OPS = (
     # Data and precision
     Op("quantizer", "QuantizerBuilder", "integer quantization", api="quantizer", native=True, devices=("cpu", "cuda"),
        base="CUDAOpBuilder", takes_name=True),
-    _cuda("fp_quantizer", "FPQuantizerBuilder", "quantization to small floats"),
+    Op("fp_quantizer", "FPQuantizerBuilder", "quantization to small floats", api="fp_quantizer", native=True,
+       devices=("cpu", "cuda"), base="CUDAOpBuilder", takes_name=True),
     Op("random_ltd", "RandomLTDBuilder", "random layer-wise token dropping", api="random_ltd", native=True,
        devices=("cpu", "cuda"), base="CUDAOpBuilder", takes_name=True),
     _cuda("dc", "DeepCompileBuilder", "ZeRO inside compiled graphs", takes_name=False,

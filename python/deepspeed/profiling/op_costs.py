@@ -230,6 +230,8 @@ for _names, _formula in _LAYER_OPS.items():
     costs(_names)(_formula)
 
 costs("deepspeed::grouped_linear")(lambda out, x, weights: (x.numel() * out.shape[-1], 0))
+costs("deepspeed::encode_floats")(lambda out, x: (0, 3 * x.numel()))
+costs("deepspeed::decode_floats")(lambda out, rows: (0, 2 * out.numel()))
 costs("deepspeed::fake_quant")(lambda out: (0, 4 * out.numel()))
 costs("deepspeed::topk_gate")(lambda out, logits: (0, logits.numel()))
 

@@ -171,7 +171,7 @@ class FloatFormats:
     """Facts about the small floats of the fp_quantizer."""
 
     # bits -> (exponent bits, mantissa bits); every code is a number, none stands for inf or nan
-    _FORMATS = {6: (3, 2), 8: (4, 3), 12: (4, 7)}
+    _FORMATS = {4: (2, 1), 6: (3, 2), 8: (4, 3), 12: (4, 7)}
 
     @staticmethod
     def get_default_quant_dtype():
@@ -180,9 +180,9 @@ class FloatFormats:
 
     @staticmethod
     def get_quant_range(q_bits=None):
-        """The largest number of ``q_bits`` bits: 28 for 6, 480 for 8, 510 for 12; ValueError for other widths."""
+        """The largest number of ``q_bits`` bits: 6 for 4, 28 for 6, 480 for 8, 510 for 12; ValueError for others."""
         if q_bits not in FloatFormats._FORMATS:
-            raise ValueError(f"q_bits is {q_bits}; small floats have 6, 8 or 12 bits.")
+            raise ValueError(f"q_bits is {q_bits}; small floats have 4, 6, 8 or 12 bits.")
         exponent, mantissa = FloatFormats._FORMATS[q_bits]
         return 2.0 ** (2 ** (exponent - 1)) * (2 - 2.0**-mantissa)
 
