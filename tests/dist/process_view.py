@@ -5,9 +5,7 @@ import pathlib
 import subprocess
 import time
 
-from places import ROOT
-
-STACK_OF = os.path.join(ROOT, "tools", "stack_of.sh")
+STACK_OF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "tools", "stack_of.sh")
 
 
 def _read(path):

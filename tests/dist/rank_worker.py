@@ -207,6 +207,8 @@ def _leave_groups(noted):
     if groups is not None:
         groups.clear()
     comm = sys.modules.get("deepspeed.comm")
+    if comm is not None:
+        comm.configure(enabled=False)  # a later run has other processes beside this one, whose log is off
     if comm is not None and comm.is_initialized():
         comm.destroy_process_group()
     if dist.is_initialized():

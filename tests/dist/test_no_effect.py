@@ -119,6 +119,12 @@ _SCANNED = {
     "moe": {"engine/parts/expert_layers.py": "aux_loss_coeff bias_update_rate idle_steps overlap_chunks"},
     "pipeline": {"engine/pipeline_parts/links.py": "grad_partitioned pipe_partitioned"},
     "sequence_parallel": {"engine/parts/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
+    "sparse_attention": {
+        "ops/sparse_attention/unchanged.py": "mode",
+        "ops/sparse_attention/sparsity_config.py": "attention block different_layout_per_head global_block_end_indices "
+        "global_block_indices horizontal_global_attention local_window_blocks num_different_global_patterns "
+        "num_global_blocks num_local_blocks num_random_blocks num_sliding_window_blocks",
+    },
     "postmortem": {"engine/parts/outputs.py": "dir", "engine/parts/postmortem.py": "keep max_bytes spike_factor"},
     "tensor_parallel": {
         "engine/parts/tensor_parallel.py": "autotp_size dtype tp.tp_size tp.mpu tp.tp_group partition_config.tp_size",

@@ -79,7 +79,7 @@ TEST(Resolver, NotBuiltIsRefusedWhenSwitchedOn) {
   EXPECT_TRUE(codes(resolved("{\"gradient_allreduce_op\": \"SUM\"}"), Severity::kError).empty());
   EXPECT_FALSE(resolved("{\"sequence_parallel_size\": 1}").broken());
   EXPECT_FALSE(resolved("{\"sequence_parallel_size\": 2}").broken());
-  const Config config = resolved("{\"sparse_attention\": {}}");
+  const Config config = resolved("{\"hybrid_engine\": {\"enabled\": true}}");
   EXPECT_NE(config.complaint(), "");
   EXPECT_EQ(config.complaint(nullptr, false), "");
 }

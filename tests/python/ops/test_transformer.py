@@ -194,6 +194,17 @@ def test_a_layer_equals_torchs(norm_first, activation, flags):
             torch.testing.assert_close(param.grad.double(), other, rtol=2e-5, atol=5e-5, msg=name)
 
 
+def test_layers_of_fp16_on_the_cpu():
+    for norm_first in (False, True):
+        exact = torchs(norm_first)
+        layer = DeepSpeedTransformerLayer.from_layer(exact).half()
+        x = normal(2, 40, 32, seed=2).half()
+        found, expected = grads_of(layer, x), grads_of(exact, x.float())
+        for one, other in zip(found, expected):
+            assert one.dtype == torch.float16
+            torch.testing.assert_close(one.float(), other, rtol=0.02, atol=0.02)
+
+
 def test_16_bits_have_at_most_twice_the_error_of_torchs():
     for dtype in (torch.bfloat16,):
         for norm_first in (False, True):

@@ -8,7 +8,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.comm.timed import suppress_logging
+from deepspeed.comm.timed import call_log, suppress_logging
 from deepspeed.engine.members import Part, engine_parts
 
 # Keys, sections among them, that may have other values on some ranks: they say where this rank's files are, what it
@@ -82,6 +82,8 @@ class Agreement(Part):
     def _compare_configurations(self):
         """Raises ValueError on all ranks of the engine where their configurations differ."""
         parallel, values = self.engine.parallel, flat(self.engine._config.native.values())
+        # A log that waits for each collective changes the order in which a rank goes into those of several groups.
+        values["comms_logger.enabled"] = json.dumps(call_log.waits)
         if parallel.dp_world_size == parallel.mp_world_size == 1:
             return
         with suppress_logging():

@@ -47,7 +47,7 @@ class LongSequences:
         if section is not None:
             self._apply(section, model)
         sparse = self.engine._config.sparse_attention
-        if sparse is not None:  # last: what shares sequences exchanges tokens for heads around it
+        if sparse:  # last: what shares sequences exchanges tokens for heads around it
             self._make_sparse(model, sparse)
 
     def _apply(self, section, model):

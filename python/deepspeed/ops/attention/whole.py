@@ -99,9 +99,8 @@ class KernelAttention(torch.autograd.Function):
             how = rules.native(query.device, given)
             ops().forward([query, key, value], [high, total, output], True, how)
         tell_modes("block_attention", output, query, key, value, rules.share())
-        output.div_(total.clamp(min=torch.finfo(wide).tiny).unsqueeze(-1))
+        output = _divided(output, total.clamp(min=torch.finfo(wide).tiny).unsqueeze(-1), query)
         lse = high.add_(total.log_())  # -inf for a query that has seen nothing
-        output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, *given, output, lse)
         ctx.rules = rules
         return output
@@ -126,6 +125,17 @@ class KernelAttention(torch.autograd.Function):
             grads.append(one.to(bias.dtype) if wanted else None)
             number += bias is not None  # of those that there are
         return (*grads, None)
+
+
+def _divided(sums, total, query):
+    """``sums / total`` in the dtype of ``query``, and in its layout: heads next to each other for each token, where
+    queries lie so, which is what the product behind attention reads."""
+    by_token = query.stride(1) < query.stride(2) and query.shape[1] > 1
+    if not by_token:
+        return sums.div_(total).to(query.dtype)
+    batch, heads, tokens, size = sums.shape
+    out = sums.new_empty(batch, tokens, heads, size, dtype=query.dtype).transpose(1, 2)
+    return torch.div(sums, total, out=out)
 
 
 def seen_keys(query, key, rules):

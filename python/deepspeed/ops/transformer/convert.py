@@ -28,7 +28,13 @@ class _Reader:
                 one.copy_(value)
 
     def _tensors(self):
-        return {name: [one.detach() for one in ones] for name, ones in self.places().items()}
+        places = self.places()
+        if any(one.numel() == 0 for ones in places.values() for one in ones):
+            raise ValueError(
+                f"parameters of {type(self.layer).__name__} are sharded over ranks (ZeRO stage 3): convert it inside "
+                "deepspeed.zero.GatheredParameters(layer.parameters(), modifier_rank=0), or before zero.Init"
+            )
+        return {name: [one.detach() for one in ones] for name, ones in places.items()}
 
     def configured(self, config):
         """A configuration of this layer's form, with what ``config`` says beside it; ValueError where it names other
