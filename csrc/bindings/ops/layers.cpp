@@ -41,7 +41,7 @@ class LayerOps {
     const at::Tensor x = given.detach().contiguous();
     const NormRows rows = rows_of(x, eps, centered);
     const Row bias_of(bias, x, "bias"), weight_of(weight, x, "weight"), shift_of(shift, x, "shift");
-    const Row residual_of(residual, x, "residual", x.numel());
+    const Row residual_of(residual, x, "residual", true);
     const at::Tensor y = at::empty_like(x), scale = statistics(x);
     Maybe sum, mean;
     if (bias.has_value() || residual.has_value()) sum = at::empty_like(x);
@@ -63,8 +63,8 @@ class LayerOps {
     if (x.has_value() == y.has_value())
       fail(ErrorKind::kValue, "the gradient of a norm takes either what was normalized or the result");
     const NormRows rows = rows_of(upper, 0, mean.has_value());
-    const Row given(x, upper, "x", upper.numel()), result(y, upper, "y", upper.numel()),
-        rest(more, upper, "more", upper.numel()), weight_of(weight, upper, "weight"), shift_of(shift, upper, "shift");
+    const Row given(x, upper, "x", true), result(y, upper, "y", true), rest(more, upper, "more", true),
+        weight_of(weight, upper, "weight"), shift_of(shift, upper, "shift");
     const auto wide = statistics(upper).options();
     const int64_t size = weights ? upper.size(-1) : 0;
     const at::Tensor dx = at::empty_like(upper), dweight = at::empty({size}, wide), dshift = at::empty({size}, wide),
@@ -110,7 +110,7 @@ class LayerOps {
     if (!(probability >= 0 && probability < 1))
       fail(ErrorKind::kValue, "dropout has a probability of 0 or more and less than 1, not ", probability);
     const at::Tensor x = given.detach().contiguous();
-    const Row bias_of(bias, x, "bias"), residual_of(residual, x, "residual", x.numel());
+    const Row bias_of(bias, x, "bias"), residual_of(residual, x, "residual", true);
     const kernels::RowDropout how = {seed, static_cast<uint32_t>(probability * 4294967296.0),
                                      probability > 0 ? static_cast<float>(1 / (1 - probability)) : 0.0f, stream};
     const auto size = static_cast<size_t>(x.size(-1));
@@ -153,13 +153,13 @@ class LayerOps {
   }
 
  private:
-  // An operand that may be missing, of `numel` elements (0: of one row), in the dtype and on the device of x.
+  // An operand that may be missing, of a row's elements, or `whole`: of all, in the dtype and on the device of x.
   class Row {
    public:
-    Row(const Maybe& given, const at::Tensor& x, const char* name, int64_t numel = 0) {
+    Row(const Maybe& given, const at::Tensor& x, const char* name, bool whole = false) {
       if (!given.has_value()) return;
       kept_ = given->detach().contiguous();
-      const int64_t wanted = numel > 0 || x.numel() == 0 ? numel : x.size(-1);
+      const int64_t wanted = whole ? x.numel() : x.size(-1);
       if (kept_.numel() != wanted || kept_.scalar_type() != x.scalar_type() || kept_.device() != x.device())
         fail(ErrorKind::kValue, name, " is ", kept_.toString(), " ", kept_.sizes(), " on ", kept_.device().str(),
              ": with x ", x.toString(), " ", x.sizes(), " it has ", wanted, " elements of that dtype on ",

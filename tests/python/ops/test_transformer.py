@@ -318,6 +318,15 @@ def test_saved_bytes_against_torchs_layer():
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("pre", [False, True])
+def test_an_empty_batch(pre):
+    layer = DeepSpeedTransformerLayer(config_of(pre_layer_norm=pre, hidden_dropout_ratio=0.1))
+    out = layer(torch.zeros(0, 5, 32))
+    assert out.shape == (0, 5, 32)
+    out.sum().backward()
+    assert all(not param.grad.any() for param in layer.parameters())
+
+
 def test_initial_values_depend_on_the_seed_and_the_number_of_the_layer():
     config = config_of()
     first, second = DeepSpeedTransformerLayer(config), DeepSpeedTransformerLayer(config)
