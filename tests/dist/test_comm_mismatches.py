@@ -197,3 +197,15 @@ def test_a_file_that_its_owner_cannot_read_leaves_nobody_waiting(rank, world, tm
     error = node_local._send(ranks, str(tmp_path / str(rank) / "gone"), 0, [1], torch.device("cpu"))
     assert type(error).__name__ == ("NoneType" if rank else "FileNotFoundError")
     assert not list(tmp_path.rglob("gone*"))
+
+
+@on_ranks(2, init=True, env={"DS_COMM_TIMEOUT_S": "3"})
+def test_ranks_that_wait_for_each_other_in_two_groups_are_shown_in_both(rank, world):
+    """A rank that is in a call of another group is not called idle."""
+    other = comm.new_group([0, 1])
+    comm.barrier(group=other)
+    comm.barrier()
+    with pytest.raises(RuntimeError) as error:
+        comm.all_reduce(torch.ones(5 + rank), group=other if rank else None)
+    text = str(error.value)
+    assert "all_reduce(6 x float32, sum)" in text and "all_reduce(5 x float32, sum)" in text and "in group" in text, text

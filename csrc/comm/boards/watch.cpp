@@ -4,8 +4,28 @@
 
 #include "base/clock.h"
 #include "base/ranges.h"
+#include "comm/boards/board.h"
 
 namespace ds::comm {
+
+namespace {
+
+// A line for each other group in a call of which this process is: ranks that wait for each other in two groups look
+// idle to those that know one of them.
+std::string calls_elsewhere(const std::vector<std::shared_ptr<Watched>>& all, const Watched& but) {
+  std::string text;
+  for (const auto& group : all) {
+    if (group.get() == &but) continue;
+    const std::vector<Flight> flights = group->flights();
+    const Flight* const open = oldest_open(flights);
+    if (open != nullptr)
+      text += "in " + (group->name().empty() ? "another group" : "group " + group->name()) + ": " +
+              describe(open->call) + ", number " + std::to_string(open->number) + "\n";
+  }
+  return text;
+}
+
+}  // namespace
 
 void Watch::add(std::weak_ptr<Watched> group) {
   std::lock_guard lock(mutex_);
@@ -46,7 +66,12 @@ void Watch::serve() {
       changed_.wait_for(lock, milliseconds(100), [this] { return ending_; });
       if (ending_) return;
     }
-    for (const auto& group : groups()) group->look(callbacks_);
+    const auto all = groups();
+    for (const auto& group : all) {
+      DiagnosticCallbacks here = callbacks_;
+      here.stacks = [&] { return calls_elsewhere(all, *group) + (callbacks_.stacks ? callbacks_.stacks() : ""); };
+      group->look(here);
+    }
   }
 }
 
