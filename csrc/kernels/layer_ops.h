@@ -58,7 +58,7 @@ struct ActivationRows {
 struct RowDropout {
   uint64_t seed;
   uint32_t below;
-  float kept;  // 0: there is no dropout
+  float kept;  // the factor of elements that stay; 0 switches dropout off
   uint32_t stream;
 };
 DS_HOST_DEVICE static inline float row_factor(const RowDropout& d, uint32_t row, uint32_t element) {

@@ -16,8 +16,8 @@
 
 A server process imports torch once (see rank_worker.py) and forks a worker where one is missing; workers are kept, so a
 two-rank test costs hundredths of a second. Every run gets a fresh MASTER_PORT, the environment and the working folder
-of the test, and ends with the process groups destroyed and the log of collectives off. A run that fails in any way, or leaves something that holds a
-process group, costs its workers: the next run gets new ones.
+of the test, and ends with the process groups destroyed and the log of collectives off. A run that fails in any way, or
+leaves something that holds a process group, costs its workers: the next run gets new ones.
 """
 
 import atexit

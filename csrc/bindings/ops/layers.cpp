@@ -195,7 +195,7 @@ class LayerOps {
     if (name == "gelu") return Activation::kGelu;
     if (name == "relu") return Activation::kRelu;
     if (name == "silu") return Activation::kSilu;
-    fail(ErrorKind::kValue, "there is no activation '", name, "': gelu_tanh, gelu, relu, silu");
+    fail(ErrorKind::kValue, "the activation '", name, "' is not one of gelu_tanh, gelu, relu, silu");
   }
 
   template <typename Call>

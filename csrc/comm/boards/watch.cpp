@@ -10,8 +10,8 @@ namespace ds::comm {
 
 namespace {
 
-// A line for each other group in a call of which this process is: ranks that wait for each other in two groups look
-// idle to those that know one of them.
+// A line for each other group of which a call is under way in this process. Ranks that wait for each other in two
+// groups look idle to those that know one of them.
 std::string calls_elsewhere(const std::vector<std::shared_ptr<Watched>>& all, const Watched& but) {
   std::string text;
   for (const auto& group : all) {

@@ -159,7 +159,6 @@ void dropout_range(const RowDropout& drop, DType dtype, size_t size, const void*
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-#include <algorithm>
 #include <vector>
 
 #include "kernels/cpu/layer_ops.h"
@@ -171,17 +170,10 @@ namespace {
 
 constexpr size_t kMostLanes = 16;  // of a register of fp32
 
-template <typename Body>
-void by_rows(const Launch& launch, size_t rows, size_t size, const Body& body) {
-  if (rows == 0) return;
-  if (launch.pool == nullptr || rows * size <= kInline) return body(size_t{0}, rows);
-  launch.pool->parallel_for(rows, std::max<size_t>(1, kGrain / std::max<size_t>(1, size)), body);
-}
-
 template <Isa isa>
 void activation(const Launch& launch, const ActivationRows& a, const void* x, const void* bias, void* y) {
   if (a.dtype == DType::kF64) return ref::activation(launch, a, x, bias, y);
-  by_rows(launch, a.rows, a.size, [&](size_t begin, size_t end) {
+  split_rows(launch, a.rows, a.size, [&](size_t begin, size_t end) {
     DS_BODY(activation_range, isa)(a, nullptr, x, bias, y, begin, end);
   });
 }
@@ -190,7 +182,7 @@ template <Isa isa>
 void activation_backward(const Launch& launch, const ActivationRows& a, const void* dy, const void* x, const void* bias,
                          void* dx) {
   if (a.dtype == DType::kF64) return ref::activation_backward(launch, a, dy, x, bias, dx);
-  by_rows(launch, a.rows, a.size, [&](size_t begin, size_t end) {
+  split_rows(launch, a.rows, a.size, [&](size_t begin, size_t end) {
     DS_BODY(activation_range, isa)(a, dy, x, bias, dx, begin, end);
   });
 }
@@ -199,7 +191,7 @@ template <Isa isa>
 void dropout(const Launch& launch, const RowDropout& drop, DType dtype, size_t rows, size_t size, const void* x,
              const void* bias, const void* residual, void* y) {
   if (dtype == DType::kF64) return ref::dropout(launch, drop, dtype, rows, size, x, bias, residual, y);
-  by_rows(launch, rows, size, [&](size_t begin, size_t end) {
+  split_rows(launch, rows, size, [&](size_t begin, size_t end) {
     std::vector<float> factors(drop.kept != 0 ? size + 4 * kMostLanes : 0);
     DS_BODY(dropout_range, isa)(drop, dtype, size, x, bias, residual, y, begin, end, factors.data());
   });

@@ -132,24 +132,20 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
-size_t grain_of(size_t size) { return std::max<size_t>(1, kGrain / std::max<size_t>(1, size)); }
-
 template <Isa isa>
 void norm(const Launch& launch, const NormRows& n, const NormInputs& in, const NormOutputs& out) {
   if (n.dtype == DType::kF64) return ref::norm(launch, n, in, out);
-  const auto body = [&](size_t begin, size_t end) {
+  split_rows(launch, n.rows, n.size, [&](size_t begin, size_t end) {
     std::vector<float> row(n.size);
     DS_BODY(norm_range, isa)(n, in, out, begin, end, row.data());
-  };
-  if (launch.pool == nullptr || n.rows * n.size <= kInline) return body(0, n.rows);
-  launch.pool->parallel_for(n.rows, grain_of(n.size), body);
+  });
 }
 
 template <Isa isa>
 void norm_backward(const Launch& launch, const NormRows& n, const NormGradients& g) {
   if (n.dtype == DType::kF64) return ref::norm_backward(launch, n, g);
   if (n.rows == 0 && g.dweight == nullptr) return;
-  const size_t parts = std::max<size_t>(1, std::min(kNormParts, n.rows / grain_of(n.size))),
+  const size_t parts = std::max<size_t>(1, std::min(kNormParts, n.rows / row_grain(n.size))),
                each = (n.rows + parts - 1) / parts;
   auto* sums = static_cast<float*>(g.parts);
   if (sums != nullptr) std::fill_n(sums, parts * 2 * n.size, 0.0f);

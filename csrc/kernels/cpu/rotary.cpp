@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "base/half.h"
+#include "kernels/cpu/elements.h"
 #include "kernels/cpu/layer_ops.h"
 #include "kernels/cpu/split.h"
 #include "kernels/ref/layer_ops.h"
@@ -10,13 +10,6 @@
 namespace ds::kernels::cpu {
 
 namespace {
-
-float load(float x) { return x; }
-float load(Fp16 x) { return to_float(x); }
-float load(Bf16 x) { return to_float(x); }
-void store(float& to, float x) { to = x; }
-void store(Fp16& to, float x) { to = to_fp16(x); }
-void store(Bf16& to, float x) { to = to_bf16(x); }
 
 template <typename T>
 void rotate(const RotaryHeads& h, const std::vector<double>& steps, const T* x, T* out, size_t begin, size_t end) {
@@ -33,9 +26,9 @@ void rotate(const RotaryHeads& h, const std::vector<double>& steps, const T* x, 
       for (size_t f = 2 * pairs; f < h.size && out != x; ++f) out[row + f] = x[row + f];
       for (size_t p = 0; p < pairs; ++p) {
         const size_t a = row + (h.interleaved ? 2 * p : p), b = h.interleaved ? a + 1 : a + pairs;
-        const float left = load(x[a]), right = load(x[b]);
-        store(out[a], left * cosines[p] - right * sines[p]);
-        store(out[b], right * cosines[p] + left * sines[p]);
+        const float left = wide(x[a]), right = wide(x[b]);
+        put(out[a], left * cosines[p] - right * sines[p]);
+        put(out[b], right * cosines[p] + left * sines[p]);
       }
     }
   }
@@ -48,18 +41,12 @@ void rotary(const Launch& launch, const RotaryHeads& h, const void* x, void* out
   std::vector<double> steps(h.rotated / 2);
   for (size_t p = 0; p < steps.size(); ++p)
     steps[p] = std::pow(h.base, -2.0 * static_cast<double>(p) / static_cast<double>(h.rotated));
-  const auto as = [&](auto type, size_t begin, size_t end) {
-    using T = decltype(type);
-    rotate(h, steps, static_cast<const T*>(x), static_cast<T*>(out), begin, end);
-  };
-  const auto body = [&](size_t begin, size_t end) {
-    if (h.dtype == DType::kF32) return as(float{}, begin, end);
-    h.dtype == DType::kF16 ? as(Fp16{}, begin, end) : as(Bf16{}, begin, end);
-  };
-  const size_t of_token = h.heads * h.size;
-  if (h.tokens == 0) return;
-  if (launch.pool == nullptr || h.tokens * of_token <= kInline) return body(0, h.tokens);
-  launch.pool->parallel_for(h.tokens, std::max<size_t>(1, kGrain / std::max<size_t>(1, of_token)), body);
+  split_rows(launch, h.tokens, h.heads * h.size, [&](size_t begin, size_t end) {
+    with_element(h.dtype, [&](auto type) {
+      using T = decltype(type);
+      rotate(h, steps, static_cast<const T*>(x), static_cast<T*>(out), begin, end);
+    });
+  });
 }
 
 }  // namespace ds::kernels::cpu

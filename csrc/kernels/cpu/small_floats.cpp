@@ -1,11 +1,10 @@
 // Small floats (kernels/codes.h) on the CPU. Integer arithmetic on one element at a time, which compilers vectorise.
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
-#include "base/half.h"
 #include "kernels/cpu/codes.h"
+#include "kernels/cpu/elements.h"
 #include "kernels/cpu/split.h"
 #include "kernels/small_float.h"
 
@@ -13,21 +12,7 @@ namespace ds::kernels::cpu {
 
 namespace {
 
-float wide(float x) { return x; }
-float wide(Fp16 x) { return to_float(x); }
-float wide(Bf16 x) { return to_float(x); }
-void put(float& to, float x) { to = x; }
-void put(Fp16& to, float x) { to = to_fp16(x); }
-void put(Bf16& to, float x) { to = to_bf16(x); }
-
-// call(value of the type) for the type of `dtype`.
-template <typename Call>
-void with_small_type(DType dtype, const Call& call) {
-  if (dtype == DType::kF32) return call(float{});
-  dtype == DType::kF16 ? call(Fp16{}) : call(Bf16{});
-}
-
-// A format with what the compiler knows of it as constants.
+// A format whose widths and rounding are constants for the compiler.
 template <int kExponent, int kMantissa, bool kStochastic>
 struct Format {
   static FloatCode of(FloatCode code) {
@@ -47,13 +32,6 @@ void with_mantissa(const FloatCode& code, const Call& call) {
 template <typename Call>
 void with_format(const FloatCode& code, const Call& call) {
   code.stochastic ? with_mantissa<true>(code, call) : with_mantissa<false>(code, call);
-}
-
-template <typename Body>
-void by_groups(const Launch& launch, const FloatCode& code, size_t groups, const Body& body) {
-  if (groups == 0) return;
-  if (launch.pool == nullptr || groups * code.group <= kInline) return body(size_t{0}, groups);
-  launch.pool->parallel_for(groups, std::max<size_t>(1, kGrain / code.group), body);
 }
 
 template <typename Form, typename T>
@@ -97,8 +75,8 @@ void decode_groups(const FloatCode& given, const uint8_t* rows, T* out, size_t b
 
 void encode_floats(const Launch& launch, const FloatCode& code, DType dtype, const void* values, size_t groups,
                    uint8_t* rows) {
-  by_groups(launch, code, groups, [&](size_t begin, size_t end) {
-    with_small_type(dtype, [&](auto type) {
+  split_rows(launch, groups, code.group, [&](size_t begin, size_t end) {
+    with_element(dtype, [&](auto type) {
       using T = decltype(type);
       with_format(code, [&](auto form) {
         encode_groups<decltype(form)>(code, static_cast<const T*>(values), rows, begin, end);
@@ -109,8 +87,8 @@ void encode_floats(const Launch& launch, const FloatCode& code, DType dtype, con
 
 void decode_floats(const Launch& launch, const FloatCode& code, const uint8_t* rows, size_t groups, DType dtype,
                    void* out) {
-  by_groups(launch, code, groups, [&](size_t begin, size_t end) {
-    with_small_type(dtype, [&](auto type) {
+  split_rows(launch, groups, code.group, [&](size_t begin, size_t end) {
+    with_element(dtype, [&](auto type) {
       using T = decltype(type);
       with_format(code,
                   [&](auto form) { decode_groups<decltype(form)>(code, rows, static_cast<T*>(out), begin, end); });

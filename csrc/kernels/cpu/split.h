@@ -22,6 +22,17 @@ void split(const Launch& launch, size_t n, const Body& body) {
   launch.pool->parallel_for(n, kGrain, std::cref(body));
 }
 
+// Rows of `size` elements that a thread takes at a time.
+inline size_t row_grain(size_t size) { return std::max<size_t>(1, kGrain / std::max<size_t>(1, size)); }
+
+// Calls body(begin, end) for pieces of `rows` rows of `size` elements.
+template <typename Body>
+void split_rows(const Launch& launch, size_t rows, size_t size, const Body& body) {
+  if (rows == 0) return;
+  if (launch.pool == nullptr || rows * size <= kInline) return body(size_t{0}, rows);
+  launch.pool->parallel_for(rows, row_grain(size), std::cref(body));
+}
+
 // Calls body(s, begin, end) for pieces of every segment s, balanced by elements, not by segments: a pool of four gets
 // through one large tensor as evenly as through a thousand small ones. `width`: elements of
 // the blocks that are counted.
