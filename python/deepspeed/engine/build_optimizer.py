@@ -19,8 +19,24 @@ def trainable(model, model_parameters):
     return [p for p in named if p.requires_grad]
 
 
+def _stays_as_it_is(param):
+    """Whether ``param`` is a frozen weight that its layer manages (``deepspeed.linear``), or codes."""
+    frozen = getattr(param, "ds_optim_param", False) or not param.is_floating_point()
+    return frozen and not param.requires_grad
+
+
 def build_optimizer(config, model, model_parameters, client_optimizer, on_host=False):
-    """Returns a ``torch.optim.Optimizer`` or None. The caller's object, or callable of the parameters, goes first.
+    """Returns a ``torch.optim.Optimizer`` or None: ``_built`` with these arguments, whose groups lose the frozen weights
+    of ``deepspeed.linear``: no step would change them, and masters of them would take up memory."""
+    optimizer = _built(config, model, model_parameters, client_optimizer, on_host)
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if any(map(_stays_as_it_is, group["params"])):
+            group["params"] = [param for param in group["params"] if not _stays_as_it_is(param)]
+    return optimizer
+
+
+def _built(config, model, model_parameters, client_optimizer, on_host=False):
+    """The caller's object, or what the caller's callable makes of the parameters, goes before the configuration.
     ``on_host``: the step is offloaded, so a built-in type is the class for host memory where there is one."""
     if client_optimizer is not None:
         if isinstance(client_optimizer, torch.optim.Optimizer):

@@ -16,6 +16,7 @@ import re
 
 import torch
 
+from deepspeed.formats.coded_weight import decoded_weights
 from deepspeed.formats.joined_weight import join_weights
 from deepspeed.formats.lazy_tensor import LazyTensor
 from deepspeed.formats.swapped_tensors import with_swapped
@@ -268,9 +269,10 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
             "mp_rank_* files: 'ds_ckpt export' writes whole ones"
         ) from error
     files = get_model_state_files(folder)
-    experts = [path for path in files if "expert_" in os.path.basename(path)]
+    experts = [path for path in files if re.search("expert_|frozen_rows_", os.path.basename(path))]
     files = [path for path in files if path not in experts]
-    tables, whole = load(files[0], lazy=True).get("tensor_cuts"), _is_pipeline(files[0])
+    about, whole = load(files[0], lazy=True), _is_pipeline(files[0])
+    tables, coded = about.get("tensor_cuts"), about.get("quantized_params")
     optims, models, experts = _by_stage(optim_files), _by_stage(files), _by_stage(experts)
     if tables is None and not whole and len(models) > 1:
         raise ValueError(
@@ -287,7 +289,7 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
         own = {name: own[name] for part in parts if part for name in part["parameters"]}
         files = models[rank], experts.get(rank, ())
         found.append(_weights_of(folder, stage, ranks, flats, own, *files, exclude_frozen_parameters))
-    return join_weights(found, tables, folder)
+    return decoded_weights(join_weights(found, tables, folder), coded, torch.float32)
 
 
 def _is_pipeline(path):

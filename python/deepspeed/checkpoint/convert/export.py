@@ -12,6 +12,7 @@ from deepspeed.checkpoint.layouts.names import SCRIPT
 from deepspeed.checkpoint.layouts.open_saved import open_run
 from deepspeed.checkpoint.layouts.saved_state import Range, eager, plain
 from deepspeed.checkpoint.read import cli
+from deepspeed.formats.coded_weight import decoded_weights
 from deepspeed.formats.weight_files import StoredWeight, write_text, write_weight_files, write_whole
 from deepspeed.log import logger
 
@@ -95,8 +96,8 @@ class SavedWeight(StoredWeight):
 def weights_of(saved, dtype=torch.float32, exclude_frozen_parameters=False):
     """``{name: SavedWeight}`` of a ``SavedState``, in the order of the module's state; tied names with the same object.
 
-    Trained parameters come from the fp32 masters where there are some; parameters become ``dtype``. Buffers stay what
-    they are; those of fewer bits become fp32 if ``dtype`` is that. ValueError for a parameter that is not there whole.
+    Trained parameters come from the fp32 masters where there are some, small floats are decoded; parameters become
+    ``dtype``. Buffers stay what they are; those of fewer bits become fp32 if ``dtype`` is that. ValueError for a parameter that is not there whole.
     """
     trained, aliases, module = saved.shapes, saved.aliases, saved.module()
     buffers = set(saved.model.get("buffer_names") or ())
@@ -111,7 +112,7 @@ def weights_of(saved, dtype=torch.float32, exclude_frozen_parameters=False):
             made[known] = _weight(saved, known, shape, pieces, dtype, known in buffers, module)
         if known in made:
             found[name] = made[known]
-    return found
+    return decoded_weights(found, saved.model.get(names.QUANTIZED_PARAMS), dtype)
 
 
 def _weight(saved, name, shape, pieces, dtype, is_buffer, module):
@@ -184,6 +185,7 @@ MODULES = (
     "formats/torch_archive_writer",
     "formats/weight_files",
     "formats/joined_weight",
+    "formats/coded_weight",
     "utils/zero_files",
     "utils/zero_to_fp32",
 )

@@ -15,9 +15,11 @@ from deepspeed._native import _C
 from deepspeed.checkpoint.write.by_rank import saves
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.comm.agreement import attempt
+from deepspeed.formats.coded_weight import CodedWeight
 from deepspeed.formats.lazy_tensor import itemsize
 from deepspeed.formats.weight_files import StoredWeight, as_weight, write_safetensors, write_torch, write_whole
 from deepspeed.log import logger
+from deepspeed.ops.fp_quantizer.weight_form import coded_params
 from deepspeed.utils.param_cut import cut_of
 from deepspeed.zero.gathers.gathered import GatheredParameters
 from deepspeed.zero.parameters.param_ranks import own_extent, ranks_of, saved_part
@@ -123,7 +125,18 @@ def _state_of(run, exclude_frozen_parameters):
             made[id(param)] = made.get(id(param)) or _JoinedWeight(param, run.device)
             state[name] = made[id(param)]
     state.update(remote)
+    for name, facts in coded_params(params).items():
+        name = run.weights.named(name)
+        if name in state:
+            codes = as_weight(state[name])
+            state[name] = made[id(codes)] = made.get(id(codes)) or CodedWeight(codes, facts)
     return state
+
+
+def _passing(value):
+    """The ``_PassingWeight`` that ``value`` is, or is decoded from; None for anything else."""
+    value = value.codes if isinstance(value, CodedWeight) else value
+    return value if isinstance(value, _PassingWeight) else None
 
 
 def _is_joined(param):
@@ -167,10 +180,10 @@ def _remote(run, state):
 
 def _turns(state, safetensors):
     """The weights that pass through, in the order in which a file of this format asks for their chunks."""
-    found = [value for value in state.values() if isinstance(value, _PassingWeight)]
+    found = [value for value in state.values() if _passing(value) is not None]
     if safetensors:  # it has no ties: a weight is written under each of its names
-        return sorted(found, key=lambda weight: -itemsize(weight.dtype))
-    return list({id(weight): weight for weight in found}.values())
+        return [_passing(value) for value in sorted(found, key=lambda weight: -itemsize(weight.dtype))]
+    return list({id(value): _passing(value) for value in found}.values())
 
 
 def _write(state, path, turns):
@@ -225,9 +238,10 @@ def whole_state_dict(run, exclude_frozen_parameters=False):
     keep, made = run.ranks.rank == 0, {}
     state = _state_of(run, exclude_frozen_parameters)
     for name, value in state.items():
-        if isinstance(value, _PassingWeight):
+        if _passing(value) is not None or isinstance(value, CodedWeight):
             if id(value) not in made:
-                made[id(value)] = value.contiguous() if keep else value.gather()
+                passing = _passing(value)
+                made[id(value)] = value.contiguous() if keep else passing and passing.gather()
             state[name] = made[id(value)]
         elif torch.is_tensor(value) and keep:
             state[name] = made.setdefault(id(value), value.detach().to("cpu", copy=True))

@@ -89,16 +89,21 @@ EXPERT_STATES = FileName(
     "layer_{layer}_expert_{expert}_" + MODEL_STATES.template,
     r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp_rank>\d+)_model_states\.pt",
 )
+# Ours: frozen weights that ranks share by rows, whole.
+FROZEN_ROWS = FileName("frozen_rows_" + MODEL_STATES.template)
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = FileName("run_rank_{rank:05d}_state.pt", r"run_rank_(?P<rank>\d{5,})_state\.pt")
 # Names that saves of any kind, of this or another implementation, put at the top of a tag's folder, and no others:
 # files with these names may be removed when the tag is saved again.
 PUBLISHED = (
-    MODEL_STATES, SHARDED_MODEL_STATES, OPTIM_STATES, EXPERT_OPTIM_STATES, LAYER_STATES, EXPERT_STATES, RUN_STATES,
+    MODEL_STATES, SHARDED_MODEL_STATES, OPTIM_STATES, EXPERT_OPTIM_STATES, LAYER_STATES, EXPERT_STATES, FROZEN_ROWS,
+    RUN_STATES,
 )  # fmt: skip
 
 # Ours, in the model file: which parameters, experts and layers are in files of only some ranks.
 PARAMS_BY_RANK = "params_by_rank"
+# Ours, in the model file: shape, dtype and codes of the frozen weights that are small floats, by name.
+QUANTIZED_PARAMS = "quantized_params"
 # Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
 ENGINE_KEYS = (
     "module",
@@ -110,6 +115,7 @@ ENGINE_KEYS = (
     "data_sampler",
     "random_ltd",
     PARAMS_BY_RANK,
+    QUANTIZED_PARAMS,
     TENSOR_CUTS,
 )
 RESERVED_KEY = CHECKPOINT_PARALLEL_DIMS

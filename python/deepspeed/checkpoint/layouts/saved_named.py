@@ -112,6 +112,8 @@ def with_named(saved, folder, mp_rank, shards_of, experts=None):
     weights are wanted."""
     about = saved.model.get(names.PARAMS_BY_RANK) or {}
     weights = expert_weights(folder, mp_rank, experts, about.get("experts") or ())
+    if about.get("frozen_rows"):
+        weights.update(weights_in(folder, names.FROZEN_ROWS(mp_rank=mp_rank), "frozen weights"))
     table = _numbered(about.get("table"), mp_rank)
     for number, other in (about.get("beside") or {}).items():  # parts that other model-parallel ranks have
         for name, entry in _numbered(other, int(number)).items():

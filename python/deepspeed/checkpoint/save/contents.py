@@ -8,6 +8,7 @@ import collections
 from deepspeed._compat import storage_of
 from deepspeed.checkpoint.layouts import names, storage
 from deepspeed.checkpoint.write.snapshot import MemoryRanges
+from deepspeed.ops.fp_quantizer.weight_form import coded_params
 from deepspeed.zero.parameters.param_ranks import ranks_of, shape_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
@@ -29,7 +30,14 @@ def counters_of(run):
         "mp_world_size": run.ranks.mp_world_size,
         names.RESERVED_KEY: dict(run.ranks.degrees),
         **run.tensor_facts(),
+        **_codes_of(run),
     }
+
+
+def _codes_of(run):
+    """What is known of weights that are small floats, by key; nothing where there are none."""
+    found = coded_params(run.weights.params)
+    return {names.QUANTIZED_PARAMS: {run.weights.named(name): facts for name, facts in found.items()}} if found else {}
 
 
 # ---- zero states ---------------------------------------------------------------------------------------------------
@@ -53,7 +61,7 @@ def _frozen(run):
     return [
         (named(name), param)
         for name, param in run.weights.unique()
-        if id(param) not in trained and (named.expert(name) is None or is_sharded(param) and ranks_of(param) is None)
+        if id(param) not in trained and ranks_of(param) is None and (named.expert(name) is None or is_sharded(param))
     ]
 
 

@@ -9,7 +9,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.comm.agreement import attempt
 from deepspeed.zero.gathers.gathered import GatheredParameters
-from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.parameters.param_ranks import join_rows, ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 from deepspeed.zero.states.named_states import OWN_PARAMS, joined_tables, table_of
 
@@ -85,6 +85,8 @@ class PartsByRank:
         wide = {name for part in everyones for name in part.wide}
         listed = {name for part in (everyones if wide else told) for name in part.files if "_expert_" in name}
         self.described = {"table": joined_tables(list(writers.values())), "experts": sorted(listed)}
+        if any(names.FROZEN_ROWS(mp_rank=mp_rank) in part.files for part in told):
+            self.described["frozen_rows"] = True
         if wide:
             self.described["beside"] = {
                 number: {name: about for name, about in joined_tables(list(found.values())).items() if name in wide}
@@ -133,6 +135,12 @@ class PartsByRank:
         for name, value in run.module_state(exclude_frozen_parameters=exclude_frozen).items():
             expert, param = self.named.expert(name), params.get(name)
             own = param is not None and name in copies
+            if own and id(param) not in trained and expert is None and ranks_of(param).rows is not None:
+                whole = self._whole_rows(run, param)
+                if run.ranks.dp_rank == 0:
+                    found.setdefault(names.FROZEN_ROWS(mp_rank=run.ranks.mp_rank), {})[self.named(name)] = whole
+                self._elsewhere.add(name)
+                continue
             value = frozen.get(id(param), value)
             cut = param is not None and run.policy.shards_params and id(param) not in frozen
             layer = self._layers.find(name) if self._layers is not None else None
@@ -145,12 +153,18 @@ class PartsByRank:
             elif own and id(param) not in trained:
                 raise ValueError(
                     f"parameter '{name}' has ranks of its own (ds_ranks), and is neither trained nor an expert's "
-                    "(ds_expert_numbers): files of torch.save cannot hold it. Set "
+                    "(ds_expert_numbers) nor some rows: files of torch.save cannot hold it. Set "
                     '"checkpoint": {"writer": {"format": "safetensors"}}'
                 )
             elif layer is not None and not (cut or own) and self._is_written(name) and saves(run, None):
                 found.setdefault(names.layer_states(layer[0], self._layers.slices), {})[layer[1]] = value
         return found
+
+    @staticmethod
+    def _whole_rows(run, param):
+        """The rows of all ranks of a frozen weight that they share, on the host. All ranks call it."""
+        with GatheredParameters([param] if is_sharded(param) else []):
+            return join_rows(param.detach().to(run.device), ranks_of(param)).to("cpu")
 
     def _frozen_experts(self, params, trained):
         """id -> whole value of experts' parameters with ranks of their own that are in slices and are not trained: no

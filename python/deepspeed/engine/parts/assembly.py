@@ -206,9 +206,15 @@ class Assembly(Part):
             if ranks_of(param) is None:
                 dense.append(param)
             else:  # other ranks train another parameter instead
-                copies = ranks_of(param).copies
-                dist.broadcast(param.detach(), dist.get_global_rank(copies, 0), group=copies)
+                copies, here = ranks_of(param).copies, param.detach().to(engine.device)
+                dist.broadcast(here, dist.get_global_rank(copies, 0), group=copies)
+                param.detach().copy_(here)
         tensors = [t.detach() for t in (*dense, *broadcast_own_buffers(engine.module))]
+        for away in [tensor for tensor in tensors if tensor.device.type != engine.device.type]:  # it rests on the host
+            here = away.to(engine.device)
+            dist.broadcast(here, dist.get_global_rank(engine.parallel.dp_group, 0), group=engine.parallel.dp_group)
+            away.copy_(here)
+        tensors = [tensor for tensor in tensors if tensor.device.type == engine.device.type]
         if engine.core is not None:
             engine.core.broadcast(tensors, 0)
             return
@@ -268,7 +274,7 @@ class Assembly(Part):
         self.shard_group = group
         take_over(engine.module)
         made_by = wishes_of(engine.module)
-        engine._access = shard_model(engine.module, engine.parallel, group)
+        engine._access = shard_model(engine.module, engine.parallel, group, engine.device)
         size = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else made_by.size
         self._second_copy(size, alone, mics)
         options = self._core_options()

@@ -28,12 +28,27 @@ class Quantizer(abc.ABC):
         """Returns the tensor of codes."""
 
 
-def _checked_bits(bits, mantissa):
+def checked_bits(bits, mantissa):
+    """Returns ``bits``. ValueError unless they are those of a format, and ``mantissa`` is 3 or that of the format."""
     if bits not in MANTISSA:
         raise ValueError(f"q_bits is {bits}: small floats have {', '.join(map(str, MANTISSA))} bits")
     if mantissa not in (3, MANTISSA[bits]):
         raise ValueError(f"q_mantisa_bits is {mantissa}: floats of {bits} bits have {MANTISSA[bits]} bits of mantissa")
     return bits
+
+
+def encode_rows(values, group_size, bits, stochastic=False, seed=0):
+    """Codes and scales of ``values``, whole groups of them: uint8 ``[groups, group_size * bits / 8 + 4]``."""
+    rows = code_ops().encode_floats(values, group_size, bits, stochastic, seed)
+    tell_modes("encode_floats", rows, values)
+    return rows
+
+
+def decode_rows(rows, group_size, bits, dtype):
+    """The values of such rows, ``[groups, group_size]``."""
+    values = code_ops().decode_floats(rows, group_size, bits, dtype)
+    tell_modes("decode_floats", values, rows)
+    return values
 
 
 class FP_Quantize(Quantizer):
@@ -63,14 +78,13 @@ class FP_Quantize(Quantizer):
             codes in the shape of ``input``, and scales, uint8 ``[groups, 4]``. A group with a NaN or an infinity comes
             back as NaN. Raises ValueError for groups that do not divide the elements, and for other widths.
         """
-        bits = _checked_bits(q_bits, q_mantisa_bits)
+        bits = checked_bits(q_bits, q_mantisa_bits)
         if return_meta_tensor and bits != 8:
             raise ValueError(
                 f"return_meta_tensor is for 8 bits, whose codes have the shape of the tensor; q_bits is {bits}"
             )
         seed = int(torch.randint(1 << 62, ())) if stochastic_mode else 0
-        rows = code_ops().encode_floats(input, self.group_size, bits, stochastic_mode, seed)
-        tell_modes("encode_floats", rows, input)
+        rows = encode_rows(input, self.group_size, bits, stochastic_mode, seed)
         self.orig_dtype, self.orig_shape, self.num_groups = input.dtype, input.shape, rows.shape[0]
         self.scale = rows[:, -_SCALE_BYTES:].contiguous()
         return (rows[:, :-_SCALE_BYTES].reshape(input.shape), self.scale) if return_meta_tensor else rows
@@ -95,7 +109,7 @@ class FP_Quantize(Quantizer):
             scale: scales that are apart from the codes: uint8 ``[groups, 4]`` or fp32 ``[groups]``. ValueError unless
                 each is a finite non-zero number.
         """
-        bits = _checked_bits(q_bits, q_mantisa_bits)
+        bits = checked_bits(q_bits, q_mantisa_bits)
         if fp_out is None and self.orig_shape is None:
             raise ValueError("dequantize needs fp_out, because this object has quantized nothing and knows no shape")
         shape = self.orig_shape if fp_out is None else fp_out.shape
@@ -103,7 +117,7 @@ class FP_Quantize(Quantizer):
 
     def selective_dequantize(self, input_q, indexes, fp_out=None, q_bits=8, q_mantisa_bits=3, scale=None):
         """As ``dequantize``, of rows ``indexes`` of the first dimension alone. Each row has whole groups."""
-        bits = _checked_bits(q_bits, q_mantisa_bits)
+        bits = checked_bits(q_bits, q_mantisa_bits)
         if self.orig_shape is None:
             raise ValueError("selective_dequantize follows quantize: this object has quantized nothing")
         rows, first = self._rows(input_q, bits, scale), self.orig_shape[0]
@@ -135,6 +149,5 @@ class FP_Quantize(Quantizer):
                 f"{rows.shape[0]} groups of {self.group_size} elements are not the {math.prod(shape)} elements of a "
                 f"tensor of shape {tuple(shape)}"
             )
-        out = code_ops().decode_floats(rows, self.group_size, bits, self.orig_dtype if fp_out is None else fp_out.dtype)
-        tell_modes("decode_floats", out, rows)
+        out = decode_rows(rows, self.group_size, bits, self.orig_dtype if fp_out is None else fp_out.dtype)
         return out.view(shape) if fp_out is None else fp_out.copy_(out.view(shape))

@@ -80,10 +80,11 @@ def wishes_of(module):
 
 
 @torch.no_grad()
-def shard_model(module, parallel, group):
+def shard_model(module, parallel, group, device=None):
     """Shards every parameter that is not sharded yet over ``group``, all from the data-parallel rank 0's values.
 
-    Buffers are made equal to rank 0's. Raises ValueError for a parameter that is sharded over other ranks.
+    Buffers are made equal to rank 0's. Raises ValueError for a parameter that is sharded over other ranks, and for one
+    that rests elsewhere than on ``device``.
     """
     made = ModelAccess(sharding.ShardAccess.of_group(group, parallel.dp_group), _own_accesses(module.parameters()))
     for buffer in broadcast_own_buffers(module):
@@ -97,6 +98,11 @@ def shard_model(module, parallel, group):
                     f"{access.world}; pass the same group to zero.Init (data_parallel_group=, or mpu=; MiCS_Init)"
                 )
             continue
+        if device is not None and param.device.type != device.type:
+            raise ValueError(
+                f"parameter '{name}' rests on {param.device.type}, and the engine trains on {device.type}: ZeRO stage 3 "
+                "has a placement of its own. Leave LoRAConfig.offload out, and use zero_optimization.offload_param"
+            )
         access.broadcast(param)
         sharding.shard(param, access, name)
     for sub in module.modules():

@@ -1,11 +1,14 @@
 """Parameters with ranks of their own: some ranks train one, others train another one instead (experts)."""
 
 import functools
+import itertools
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
+from deepspeed._native import _C
+from deepspeed.comm import mesh, mesh_views
 from deepspeed.utils.param_access import shape_of
 
 
@@ -44,6 +47,19 @@ def folds_of(params):
         if found.setdefault(ranks.rule, lists) != lists:
             raise ValueError(f"two parameters mean different ranks by the rule {ranks.rule!r} in their ds_ranks")
     return found
+
+
+def row_bounds(rows, ranks):
+    """``ranks + 1`` numbers: where the rows of each of ``ranks`` ranks begin that share ``rows`` rows evenly."""
+    return [rows * rank // ranks for rank in range(ranks + 1)]
+
+
+def join_rows(own, ranks):
+    """The whole tensor, on all ranks that have rows of it, of this rank's rows ``own``. ``ranks``: the ``ParamRanks`` of
+    a parameter whose rows they share evenly. All of them call it."""
+    sharers, bounds = ranks.lists()["ep"], row_bounds(ranks.rows[1], len(ranks.lists()["ep"]))
+    widths = [end - begin for begin, end in itertools.pairwise(bounds)]
+    return _C.gather_widths(mesh_views.tensor_ranks(mesh.group_over(sharers)), own.contiguous(), 0, widths)
 
 
 def numel_of(param):

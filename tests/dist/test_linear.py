@@ -1,0 +1,212 @@
+"""Linear layers of ``deepspeed.linear`` in engines against one plain process with the same frozen weights: stages, ranks,
+sharing, small floats, dtypes, accumulation; their checkpoints and exports at other numbers of ranks."""
+
+import functools
+import itertools
+import os
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.convert.export import export
+from deepspeed.linear import Init, LoRAConfig, LoRAOptimizedLinear, OptimizedLinear, QuantizationConfig, init_lora
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from harness import on_ranks, run_ranks
+from runs import NATIVE, engine_of, load_or_error, raised, settings, take_step, together
+from sequence_models import of_cases, plain_sgd, sgd_engine
+
+WIDTH, HIDDEN, STEPS, RATE = 12, 20, 4, 0.05
+GAPS = {"fp32": 1e-5, "bf16": 0.05}
+
+
+def quantization(bits):
+    return None if bits is None else QuantizationConfig(q_bits=bits, group_size=16)
+
+
+class Model(torch.nn.Module):
+    """Two layers with LoRA, the first of which may be used twice, and one that is trained as a whole."""
+
+    def __init__(self, sharding=1, bits=None, shared=False, offload=False, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(3)
+        lora = LoRAConfig(lora_r=3, lora_alpha=6.0, base_weight_sharding=sharding, offload=offload)
+        make = functools.partial(OptimizedLinear, lora_config=lora, quantization_config=quantization(bits), dtype=dtype)
+        self.first, self.second = make(WIDTH, WIDTH), make(WIDTH, HIDDEN, bias=True)
+        self.head = torch.nn.Linear(HIDDEN, 2).to(dtype)
+        for layer in (self.first, self.second):  # zeros would leave the other matrix without gradients at first
+            torch.nn.init.normal_(layer.lora_weight_2.weight, std=0.3)
+        self.shared = shared
+
+    def forward(self, x):
+        x = x.to(self.head.weight.dtype)
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.first(x)) if self.shared else x
+        return self.head(torch.tanh(self.second(x)))
+
+
+class PlainLoRA(torch.nn.Module):
+    """The function of a ``LoRAOptimizedLinear`` in torch's own layers."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight = torch.nn.Parameter(layer.full_weight().clone(), requires_grad=False)
+        self.bias = layer.bias
+        self.lora_weight_1, self.lora_weight_2 = layer.lora_weight_1, layer.lora_weight_2
+        self.scale = layer.lora_scaling_factor
+
+    def forward(self, x):
+        base = torch.nn.functional.linear(x, self.weight, self.bias)
+        return base + self.lora_weight_2(self.lora_weight_1(x)) * self.scale
+
+
+def plain_model(bits, shared, dtype=torch.float32):
+    model = Model(1, bits, shared, dtype=dtype)
+    model.first, model.second = PlainLoRA(model.first), PlainLoRA(model.second)
+    return model
+
+
+def batch_of(micro, rank):
+    generator = torch.Generator().manual_seed(31 * micro + rank)
+    return torch.randn(2, WIDTH, generator=generator)
+
+
+def loss_of(model, x):
+    return model(x).float().square().mean()
+
+
+def trained(engine):
+    """name -> whole value of what is trained."""
+    params = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        return {name: param.detach().float().clone() for name, param in params.items()}
+
+
+def engine_with(model, stage, dtype="fp32", accumulate=1, **more):
+    adam = {"type": "Adam", "params": {"lr": RATE}}
+    return engine_of(model, settings(stage, 2, accumulate, dtype=dtype, optimizer=adam, **more))
+
+
+def gap_of(rank, world, stage, sharding, bits, shared, dtype, accumulate, offload):
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+    model = Model(sharding, bits, shared, offload, torch_dtype)
+    engine = sgd_engine(model, stage, RATE, accumulate, dtype=dtype, zero={"reduce_bucket_size": 300})
+    losses = []
+    for micro in range(STEPS * accumulate):
+        losses.append(take_step(engine, loss_of(engine, batch_of(micro, rank))))
+    ours = trained(engine)
+    engine.destroy()
+
+    def plain_loss(model, step, part):
+        return loss_of(model, batch_of(step * accumulate + part // world, part % world))
+
+    plain = plain_sgd(plain_model(bits, shared, torch_dtype), RATE, plain_loss, STEPS, accumulate * world)
+    expected = sum(plain.losses, [])[rank::world]
+    gaps = [float((ours[name] - plain.params[name].float()).abs().max()) for name in ours]
+    return max([*gaps, *(abs(one - other) for one, other in zip(losses, expected))])
+
+
+def cases(world):
+    bits = itertools.cycle([None, 8, 4, 6, 12])
+    others = itertools.cycle(itertools.product((False, True), (1, 2)))
+    made = []
+    for stage, sharding, dtype in itertools.product(range(4), (1, 2, 4), ("fp32", "bf16")):
+        if world % sharding == 0:
+            shared, accumulate = next(others)
+            made.append((stage, sharding, next(bits), shared, dtype, accumulate, stage < 3 and accumulate == 2))
+    return made
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_engines_equal_one_process_with_the_same_frozen_weights(world):
+    chosen = cases(world)
+    for gaps in run_ranks(world, of_cases, gap_of, chosen, init=True, timeout=300):
+        for case, gap in zip(chosen, gaps):
+            assert gap < GAPS[case[4]], (case, gap)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def held(engine):
+    """Values of the whole model on this rank, the codes of frozen weights among them, as lists."""
+    found = {name: value.tolist() for name, value in trained(engine).items()}
+    for name, layer in engine.module.named_modules():
+        if isinstance(layer, LoRAOptimizedLinear):
+            with deepspeed.zero.GatheredParameters([layer.weight] if hasattr(layer.weight, "ds_handle") else []):
+                found[f"{name}.weight"] = layer.full_weight().float().tolist()
+    return found
+
+
+def make(rank, stage, sharding, bits, checkpoint=None, dtype="fp32", seed=None):
+    model = Model(sharding, bits, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    if seed is not None:  # another model, whose values a load replaces
+        with torch.no_grad():
+            for layer in (model.first, model.second):
+                layer.melt(torch.randn(layer.output_dim, layer.input_dim).to(layer.full_weight().dtype))
+                layer.freeze(quantization(bits), sharding)
+    engine = engine_with(model, stage, dtype, checkpoint=checkpoint or {})
+    return engine, lambda: take_step(engine, loss_of(engine, batch_of(engine.global_steps, rank)))
+
+
+def save(rank, world, stage, sharding, bits, folder, checkpoint=None, dtype="fp32"):
+    engine, step = make(rank, stage, sharding, bits, checkpoint, dtype)
+    step()
+    engine.save_checkpoint(folder, tag="t")
+    engine.save_16bit_model(folder, "model.bin")
+    return held(engine)
+
+
+def load(rank, world, stage, sharding, bits, folder, checkpoint=None, tag="t", dtype="fp32"):
+    engine, step = make(rank, stage, sharding, bits, checkpoint, dtype, seed=1)
+    engine.load_checkpoint(folder, tag=tag)
+    found = held(engine)
+    step()
+    return found
+
+
+LAYOUTS = [((2, 2), (2, 1)), ((2, 2), (4, 4)), ((4, 2), (2, 2)), ((4, 4), (1, 1)), ((2, 1), (4, 2))]
+
+
+@pytest.mark.sample("values", 8)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("stages", [(0, 1), (1, 3), (2, 2), (3, 0), (3, 3)], ids=str)
+@pytest.mark.parametrize("bits", [None, 8, 12])
+@pytest.mark.parametrize("format", ["torch", "native"])
+def test_frozen_weights_load_at_any_sharing_and_stage(layout, stages, bits, format, tmp_path):
+    (world, sharding), (other_world, other_sharding) = layout
+    checkpoint = NATIVE if format == "native" else None
+    saved = run_ranks(world, save, stages[0], sharding, bits, str(tmp_path), checkpoint, init=True)
+    loaded = run_ranks(other_world, load, stages[1], other_sharding, bits, str(tmp_path), checkpoint, init=True)
+    assert all(found == saved[0] for found in [*saved, *loaded])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("bits", [None, 6, 8])
+def test_exports_have_whole_decoded_weights(stage, bits, tmp_path):
+    expected = run_ranks(2, save, stage, 2, bits, str(tmp_path), init=True)[0]
+    found = [get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "t")]
+    (path,) = export(str(tmp_path), str(tmp_path / "out"), tag="t", safe_serialization=False)
+    found.append(torch.load(path))
+    found += [torch.load(str(tmp_path / "model.bin"))] if stage < 3 else []
+    for one in found:
+        for name, value in expected.items():
+            assert one[name].tolist() == value, name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_native_exports_have_whole_decoded_weights(stage, tmp_path):
+    expected = run_ranks(2, save, stage, 2, 8, str(tmp_path), NATIVE, init=True)[0]
+    (path,) = export(str(tmp_path), str(tmp_path / "out"), tag="t", safe_serialization=False)
+    assert all(torch.load(path)[name].tolist() == value for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_universal_checkpoints_keep_frozen_weights(stage, tmp_path):
+    saved = run_ranks(2, save, stage, 2, 8, str(tmp_path), init=True)
+    convert = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
+    ds_to_universal.main(ds_to_universal.parse_arguments(convert))
+    loaded = run_ranks(4, load, 1, 4, 8, str(tmp_path), {"load_universal": True}, "u", init=True)
+    assert all(found == saved[0] for found in loaded)
