@@ -1,12 +1,15 @@
-"""Attention by our kernels beside torch's, on the CPU, forward and backward: times and memory, in one run.
+"""Kernels beside torch's, on the CPU, forward and backward: times and memory, in one run.
 
-    python benchmarks/python/kernels.py [--threads 2] [--rounds 5] [--only dense sparse evoformer layer memory] [--json FILE]
+    python benchmarks/python/kernels.py [--threads 2] [--rounds 5] [--json FILE]
+                                        [--only dense sparse evoformer layer lora memory]
 
 ``dense``: the share of the flops of torch.matmul in fp32, and torch's scaled_dot_product_attention (torch 2) beside it.
 ``sparse``: layouts of random blocks; times over density times the dense time, and beside dense torch. ``evoformer``:
 two biases with gradients, beside einsum and beside torch with summed biases. ``layer``: a layer of BERT-large with
-dropout beside torch's, eager and compiled, and the time of its matrix products alone. ``memory``: bytes at the peak of a process
-beyond what it had with inputs and gradients, of one forward and backward. Forms take turns; the best times count.
+dropout beside torch's, eager and compiled, and the time of its matrix products alone. ``lora``: a linear layer with
+LoRA over frozen weights of fp32 and of small floats, beside torch's own layers, and the time of decoding twice alone;
+bytes of the frozen weight, and bytes that autograd keeps. ``memory``: bytes at the peak of a process beyond what it had
+with inputs and gradients, of one forward and backward. Forms take turns; the best times count.
 """
 
 import argparse
@@ -25,7 +28,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=["dense", "sparse", "evoformer", "layer", "memory"])
+    parser.add_argument("--only", nargs="+", default=["dense", "sparse", "evoformer", "layer", "lora", "memory"])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--peak", metavar="CASE", help=argparse.SUPPRESS)  # in a process of its own
     return parser.parse_args()
@@ -144,6 +147,45 @@ def layer(torch, ops, rounds, report):
         report("layer", batch=batch, tokens=tokens, speed_over=speeds, best=best)
 
 
+def lora(torch, ops, rounds, report):
+    from deepspeed import linear
+
+    width, out, rank = 1024, 4096, 16
+
+    def make(bits):
+        coded = bits and linear.QuantizationConfig(q_bits=bits)
+        return linear.OptimizedLinear(width, out, False, linear.LoRAConfig(rank), coded, dtype=torch.float32)
+
+    layers = {f"{bits} bits" if bits else "whole": make(bits) for bits in (None, 12, 8, 6, 4)}
+    base, first, second = (torch.nn.Linear(*sizes, bias=False) for sizes in ((width, out), (width, rank), (rank, out)))
+    base.weight.requires_grad_(False)
+
+    def plain(x):
+        return base(x) + second(first(x)) * (16.0 / rank)
+
+    def step(call, x):
+        call(x).backward(torch.ones(x.shape[0], out))
+
+    for tokens in (64, 1024):
+        x = torch.randn(tokens, width, requires_grad=True)
+        forms = {"torch": functools.partial(step, plain, x)}
+        forms.update({name: functools.partial(step, layer, x) for name, layer in layers.items()})
+        forms["decoding twice"] = lambda: [layers["8 bits"].full_weight() for _ in range(2)]
+        best = best_of(rounds, forms)
+        speeds = {name: best["torch"] / seconds for name, seconds in best.items() if name != "torch"}
+        report("lora", tokens=tokens, speed_over_torch=speeds, best=best)
+    kept = {}
+    for name, call in {"torch": plain, **layers}.items():
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.setdefault(t.data_ptr(), t), lambda t: t
+        ):
+            call(torch.randn(64, width, requires_grad=True))
+        kept[name] = sum(one.numel() * one.element_size() for one in saved.values())
+    rests = {name: layer.weight.numel() * layer.weight.element_size() for name, layer in layers.items()}
+    report("lora", bytes_at_rest=rests, bytes_kept=kept)
+
+
 def peak(torch, ops, case):
     """Bytes of this process at its peak beyond what it had before the call."""
     kind, form, *numbers = case.split(",")
@@ -221,9 +263,9 @@ def main():
         print(f"{kind}: {facts}  {times}", flush=True)
 
     for name in args.only:
-        {"dense": dense, "sparse": sparse, "evoformer": evoformer, "layer": layer, "memory": memory}[name](
-            torch, ops, args.rounds, report
-        )
+        {"dense": dense, "sparse": sparse, "evoformer": evoformer, "layer": layer, "lora": lora, "memory": memory}[
+            name
+        ](torch, ops, args.rounds, report)
     if args.json:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         with open(args.json, "w", encoding="utf-8") as file:

@@ -7,12 +7,14 @@ import os
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import deepspeed
-from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert.export import export
 from deepspeed.linear import Init, LoRAConfig, LoRAOptimizedLinear, OptimizedLinear, QuantizationConfig, init_lora
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.utils import safe_get_full_grad
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import on_ranks, run_ranks
 from runs import NATIVE, engine_of, load_or_error, raised, settings, take_step, together
@@ -145,7 +147,8 @@ def make(rank, stage, sharding, bits, checkpoint=None, dtype="fp32", seed=None):
     if seed is not None:  # another model, whose values a load replaces
         with torch.no_grad():
             for layer in (model.first, model.second):
-                layer.melt(torch.randn(layer.output_dim, layer.input_dim).to(layer.full_weight().dtype))
+                layer.melt()
+                layer.weight.normal_()
                 layer.freeze(quantization(bits), sharding)
     engine = engine_with(model, stage, dtype, checkpoint=checkpoint or {})
     return engine, lambda: take_step(engine, loss_of(engine, batch_of(engine.global_steps, rank)))
@@ -210,3 +213,121 @@ def test_universal_checkpoints_keep_frozen_weights(stage, tmp_path):
     ds_to_universal.main(ds_to_universal.parse_arguments(convert))
     loaded = run_ranks(4, load, 1, 4, 8, str(tmp_path), {"load_universal": True}, "u", init=True)
     assert all(found == saved[0] for found in loaded)
+
+
+# ---- what ranks do with them ---------------------------------------------------------------------------------------
+
+
+@on_ranks(2, init=True)
+def test_initialize_leaves_shared_rows_as_they_are(rank, world):
+    model = torch.nn.Sequential(
+        *(OptimizedLinear(16, 16, lora_config=LoRAConfig(lora_r=2, base_weight_sharding=2)) for _ in range(2))
+    )
+    before = [layer.weight.float().norm().item() for layer in model]
+    engine = engine_with(model, 1, "bf16")
+    assert [layer.weight.float().norm().item() for layer in engine.module] == before
+    assert together(before)[0] != together(before)[1]
+
+
+@on_ranks(4, init=True)
+def test_each_rank_has_its_share(rank, world):
+    for sharding, bits in ((1, None), (2, None), (4, 8), (2, 6)):
+        torch.manual_seed(0)
+        layer = OptimizedLinear(
+            48, 32, lora_config=LoRAConfig(lora_r=2, base_weight_sharding=sharding),
+            quantization_config=quantization(bits), dtype=torch.float32,
+        )  # fmt: skip
+        sizes = together(layer.weight.numel())
+        assert (
+            sum(sizes[:sharding]) == (96 * 16 if bits is None else 96 * (16 * bits // 8 + 4)) and len(set(sizes)) == 1
+        )
+        whole = together(layer.full_weight().tolist())
+        assert all(one == whole[0] for one in whole)
+        layer.disable()
+        assert layer.weight.tolist() == whole[0]
+
+
+def impossible(rank, world):
+    make = functools.partial(OptimizedLinear, 8, 2, dtype=torch.float32)
+    found = [raised(make, lora_config=LoRAConfig(base_weight_sharding=3))]
+    found.append(raised(make, lora_config=LoRAConfig(base_weight_sharding=4), quantization_config=quantization(8)))
+    return found
+
+
+def test_sharing_that_cannot_be_is_refused():
+    for found in run_ranks(4, impossible, init=True):
+        assert found[0] == ("ValueError", "base_weight_sharding is 3, which does not divide the 4 ranks of the job")
+        assert found[1][0] == "ValueError" and "the weight has 1 rows" in found[1][1]
+
+
+def stage_of_two(rank, world, sharding):
+    torch.manual_seed(0)
+    lora = LoRAConfig(lora_r=2, base_weight_sharding=sharding)
+    layers = [LayerSpec(OptimizedLinear, 8, 8, lora_config=lora, dtype=torch.float32) for _ in range(2)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=lambda out, label: out.square().mean())
+    config = settings(1, 2, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    error = raised(deepspeed.initialize, model=model, config=config)
+    if error is not None:
+        return error
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    return engine.train_batch(iter([(torch.ones(2, 8), torch.ones(2, 8))] * 2)).item()
+
+
+def test_stages_of_a_pipeline_share_weights_among_their_own_ranks():
+    losses = run_ranks(4, stage_of_two, 2, init=True)
+    assert losses == run_ranks(4, stage_of_two, 1, init=True) and len(set(losses)) == 1
+    for kind, text in run_ranks(4, stage_of_two, 4, init=True):
+        assert kind == "ValueError" and "base_weight_sharding=4" in text and "on ranks [" in text
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, init=True)
+def test_zero_init_and_checkpointed_activations(rank, world, stage):
+    """Models that zero.Init has sharded; weights are gathered again where a segment runs again."""
+    settings_of_init = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    lora = LoRAConfig(lora_r=2, base_weight_sharding=2)
+    torch.manual_seed(4)
+    plain = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    sharded = deepspeed.zero.Init(config_dict_or_path=settings_of_init, enabled=stage == 3)
+    with sharded, Init(lora, quantization(8)):
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    for layer, source in zip(model, plain):
+        with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
+            layer.weight.data.copy_(source.weight.data)
+            layer.bias.data.copy_(source.bias.data)
+    init_lora(model)
+    engine, seen = engine_with(model, stage), []
+    for again in (False, True):
+        x = batch_of(0, rank).requires_grad_()
+        for layer in engine.module:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+        engine.backward(x.square().mean())
+        seen.append([safe_get_full_grad(param).tolist() for param in engine.module.parameters() if param.requires_grad])
+        engine.zero_grad()
+        engine.optimizer.zero_grad()
+    expected = plain[1](plain[0](batch_of(0, rank)))
+    assert (x - expected).abs().max() < 0.1
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2, init=True)
+def test_saves_without_frozen_parameters(rank, world, stage, folder):
+    engine, step = make(rank, stage, 2, 8)
+    step()
+    engine.save_checkpoint(folder, tag="t", exclude_frozen_parameters=True)
+    assert not any("frozen" in name for name in os.listdir(os.path.join(folder, "t")))
+    wanted = held(engine)
+    other, _ = make(rank, stage, 2, 8)
+    other.load_checkpoint(folder, tag="t", load_module_strict=False)
+    assert held(other) == wanted
+
+
+def load_otherwise(rank, world, folder):
+    return load_or_error(make(rank, 1, 2, 4)[0], folder)
+
+
+def test_other_codes_are_refused(tmp_path):
+    run_ranks(2, save, 1, 2, 8, str(tmp_path), init=True)
+    for text in run_ranks(2, load_otherwise, str(tmp_path), init=True):
+        assert "RuntimeError" in text and "'first.weight' was saved with shape (9, 20), the model has (9, 12)" in text

@@ -13,14 +13,14 @@ import torch
 
 import deepspeed
 import fake_nccl
-from deepspeed import ops
+from deepspeed import linear, ops
 from deepspeed.ops.attention import Dropped, KeyBlocks, attention
 from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed.ops.sparse_attention import BigBirdSparsityConfig, SparseSelfAttention
 from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer, functions
 from engine_models import make_net, net_engine, train_engine
 from harness import run_ranks
-from runs import DTYPES, weights
+from runs import DTYPES, raised, weights
 from sampling import every_case, sample
 
 pytestmark = pytest.mark.skipif(not standin.supported(), reason="the stand-in device needs torch 2.9 or newer")
@@ -207,6 +207,58 @@ def test_transformer_layers_train_there():
     assert faults == []
     for at, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), (at, float((one - other).abs().max()))
+
+
+def trained_lora(rank, world, device):
+    """Losses, and where frozen weights rest, of linear layers with LoRA that an engine trains; stages 2 and 3."""
+    if device != "cpu":
+        standin.load()
+        deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
+        standin.choose(4, lazy=True)
+    found, places = [], []
+    for stage, offload, bits in [(2, True, 8), (1, True, None), (2, False, 6), (3, False, 4)]:
+        torch.manual_seed(2)
+        lora = linear.LoRAConfig(lora_r=4, offload=offload)
+        coded = bits and linear.QuantizationConfig(q_bits=bits, group_size=32)
+        make = functools.partial(linear.OptimizedLinear, 32, 32, lora_config=lora, dtype=torch.float32, device="cpu")
+        model = torch.nn.Sequential(*(make(bias=bias, quantization_config=coded) for bias in (True, False)))
+        for layer in model:
+            torch.nn.init.normal_(layer.lora_weight_2.weight, std=0.1)
+        settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+        engine, *_ = deepspeed.initialize(model=model, config=settings)
+        for step in range(3):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).to(engine.device)
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.detach().cpu())
+        places.append([model[0].weight.device.type if stage < 3 else None, model[0].lora_weight_1.weight.device.type])
+        engine.destroy()
+    return found, places, standin.faults() if device != "cpu" else []
+
+
+def test_linear_layers_with_frozen_weights_train_there():
+    expected, *_ = run_ranks(1, trained_lora, "cpu", fresh=True)[0]
+    found, places, faults = queued(trained_lora, "standin:0")
+    assert faults == []
+    assert places == [["cpu", "standin"], ["cpu", "standin"], ["standin", "standin"], [None, "standin"]]
+    for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), (at, float((one - other).abs().max()))
+
+
+def offloaded_at_stage_3(rank, world):
+    standin.load()
+    deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
+    model = linear.OptimizedLinear(8, 8, lora_config=linear.LoRAConfig(lora_r=2, offload=True), dtype=torch.float32)
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+    return raised(deepspeed.initialize, model=model, config=settings)
+
+
+def test_stage_3_refuses_weights_that_rest_on_the_host():
+    kind, text = queued(offloaded_at_stage_3)
+    assert kind == "ValueError" and "'weight' rests on cpu" in text and "offload_param" in text
 
 
 SIZE = 500

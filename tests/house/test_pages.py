@@ -202,6 +202,7 @@ def test_broken_links_and_unlisted_pages_are_found(tmp_path):
 CAPABILITIES = ["ZeRO", "Offload", "NVMe", "Pipelines", "Experts", "Long sequences", "Tensor parallelism"]
 CAPABILITIES += [
     "Compressed communication",
+    "LoRA",
     "Transformer layers",
     "Checkpoints",
     "Launchers",

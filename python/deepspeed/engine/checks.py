@@ -16,7 +16,7 @@ from deepspeed.log import log_dist, logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.by_name import is_native
 from deepspeed.zero.errors import ZeRORuntimeException
-from deepspeed.zero.parameters.param_ranks import shape_of
+from deepspeed.zero.parameters.param_ranks import ranks_of, shape_of
 
 OWN_OPERATIONS = "operations of torch"  # the kernels of csrc/zero/any_kernels.cpp
 KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
@@ -111,11 +111,28 @@ def told_by_rank_0(engine, value):
 def _several_devices(module):
     found = {}
     for name, param in module.named_parameters():
-        found.setdefault(getattr(param, "ds_handle", param).device, name)
+        if not getattr(param, "ds_optim_param", False):  # a frozen weight may rest on the host
+            found.setdefault(getattr(param, "ds_handle", param).device, name)
     if len(found) > 1:
         listed = ", ".join(f"'{name}' on {device}" for device, name in found.items())
         return f"Parameters lie on {len(found)} devices: {listed}. Move the model to one device"
     return None
+
+
+def check_frozen_rows(engine):
+    """Raises ValueError for a frozen weight whose rows are shared by ranks that have other layers."""
+    frozen = {
+        name: ranks_of(param).lists()["ep"]
+        for name, param in engine.module.named_parameters()
+        if getattr(param, "ds_optim_param", False) and ranks_of(param) is not None
+    }
+    same = set(engine.parallel.mesh.ranks(["dp", "sp", "tp"])) if frozen else ()
+    for name, sharers in frozen.items():
+        if not same.issuperset(sharers):
+            raise ValueError(
+                f"parameter '{name}' is shared by ranks {sharers} (base_weight_sharding={len(sharers)}), and this stage "
+                f"of the pipeline is on ranks {sorted(same)}: use a base_weight_sharding that divides their number"
+            )
 
 
 def check_grad_dtype(engine):

@@ -9,7 +9,7 @@ _NAMES = {
     "QuantizationConfig": "deepspeed.linear.config",
     "OptimizedLinear": "deepspeed.linear.optimized_linear",
     "LoRAOptimizedLinear": "deepspeed.linear.optimized_linear",
-    "QuantizedLinear": "deepspeed.linear.quantization",
+    "QuantizedLinear": "deepspeed.linear.optimized_linear",
     "QuantizedParameter": "deepspeed.linear.quantization",
 }
 

@@ -1,4 +1,4 @@
-"""What ``deepspeed.linear`` is told: the size of LoRA's matrices, where base weights rest, and as what."""
+"""The two configurations of ``deepspeed.linear``: LoRA and where base weights rest, and the codes of base weights."""
 
 import dataclasses
 

@@ -1,5 +1,6 @@
 """Models whose linear layers are made as ``OptimizedLinear``, without changing them."""
 
+import collections
 import dataclasses
 
 import torch
@@ -92,19 +93,27 @@ def _targets(model):
     return layers
 
 
+def _tied(model):
+    """The ids of parameters that several modules of ``model`` have."""
+    found = collections.Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
+    return {key for key, count in found.items() if count > 1}
+
+
 def init_lora(model):
     """Freezes ``model``, and gives its layers made with ``delay_lora_init`` or in ``Init`` their LoRA and the form in
     which their base weights rest. Only the matrices of LoRA are trained afterwards. Returns ``model``.
 
-    Layers whose names have none of ``LoRAConfig.target_mods`` become ordinary frozen layers. Where base weights are shared
+    Layers whose names have none of ``LoRAConfig.target_mods`` become ordinary frozen layers. Without a ``LoRAConfig`` all
+    are quantized but those whose weight another module has, too, such as an embedding. Where base weights are shared
     every rank calls it. Raises ValueError where ``target_mods`` name no layer, or a weight was not loaded.
     """
     for param in model.parameters():
         param.requires_grad_(False)
     wanted = _targets(model)
     chosen = {id(layer) for _, layer in wanted}
+    tied = _tied(model)
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear) and id(module.weight) not in tied:
             module.init_lora()
         elif isinstance(module, LoRAOptimizedLinear) and not module.initialized and id(module) not in chosen:
             module.disable()

@@ -124,11 +124,15 @@ class FrozenWeight:
             self.weight = QuantizedParameter(own, quantization_config=quantization, quantizer=quantizer)
         self._mark()
 
-    def melt(self, weight):
-        """Makes ``weight``, a tensor, the weight of an ordinary linear layer again, which is not trained."""
+    @torch.no_grad()
+    def melt(self):
+        """Makes an ordinary layer of it again, whose whole weight is here and is not trained. All ranks that share the
+        weight call it."""
+        if self.frozen:
+            self.weight = torch.nn.Parameter(self.full_weight().clone(), requires_grad=False)
+        self.weight.requires_grad_(False)
         self.form = self.sharing = None
         self.frozen = self.on_host = False
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
     def _mark(self):
         if self.frozen:
@@ -165,6 +169,12 @@ class FrozenWeight:
         out = _FrozenProduct.apply(input_tensor if narrow is None else input_tensor.to(narrow), self)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
+    def extra_repr(self):
+        found = f"{self.input_dim}, {self.output_dim}, bias={self.bias is not None}"
+        found += "" if self.form is None else f", q_bits={self.form.q_bits}"
+        found += "" if self.sharing is None else f", {self.sharing.size} ranks share the weight"
+        return f"{found}, on the host" if self.on_host else found
+
     # ---- moving, copying, loading ----------------------------------------------------------------------------------
     def _apply(self, fn, *args, **kwargs):
         if not self.on_host:
@@ -198,4 +208,3 @@ class FrozenWeight:
             begin, end = self.sharing.bounds
             given = given[begin:end]
         return given
-

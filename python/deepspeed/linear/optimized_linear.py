@@ -109,8 +109,7 @@ class LoRAOptimizedLinear(FrozenWeight, torch.nn.Module):
         share the weight call it."""
         if self.disabled:
             return
-        weight = self.full_weight().clone() if self.frozen else self.weight.detach()
-        self.melt(weight)
+        self.melt()
         for name in ("lora_weight_1", "lora_weight_2") if self.initialized else ():
             delattr(self, name)
         if self.bias is not None:
@@ -129,8 +128,8 @@ class LoRAOptimizedLinear(FrozenWeight, torch.nn.Module):
         return base + self.lora_weight_2(self.lora_weight_1(input_tensor)) * self.lora_scaling_factor
 
     def extra_repr(self):
-        base = f"{self.input_dim}, {self.output_dim}, bias={self.bias is not None}"
-        return f"{base}, disabled" if self.disabled else f"{base}, lora_r={self.lora_config.lora_r}"
+        rest = "disabled" if self.disabled else f"lora_r={self.lora_config.lora_r}"
+        return f"{super().extra_repr()}, {rest}"
 
 
 class QuantizedLinear(FrozenWeight, torch.nn.Module):

@@ -271,10 +271,9 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
     files = get_model_state_files(folder)
     experts = [path for path in files if re.search("expert_|frozen_rows_", os.path.basename(path))]
     files = [path for path in files if path not in experts]
-    about, whole = load(files[0], lazy=True), _is_pipeline(files[0])
-    tables, coded = about.get("tensor_cuts"), about.get("quantized_params")
+    tables, coded = map(load(files[0], lazy=True).get, ("tensor_cuts", "quantized_params"))
     optims, models, experts = _by_stage(optim_files), _by_stage(files), _by_stage(experts)
-    if tables is None and not whole and len(models) > 1:
+    if tables is None and len(models) > 1 and not _is_pipeline(files[0]):
         raise ValueError(
             f"'{folder}' holds slices of {len(models)} model-parallel ranks and does not say how they are put "
             "together: convert it with ds_to_universal, which takes rules for that, or save the weights from the run "
@@ -295,8 +294,8 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
 def _is_pipeline(path):
     """Whether its model file says that stages of a pipeline, whose layers are no slices, have saved."""
     state = load(path, lazy=True)
-    whole = (state.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1) == 1
-    return whole and "layers" in (state.get("params_by_rank") or {})
+    degrees, by_rank = (state.get(key) or {} for key in ("checkpoint_parallel_dimensions", "params_by_rank"))
+    return degrees.get("tp_degree", 1) == 1 and "layers" in by_rank
 
 
 def _by_stage(paths):
@@ -328,8 +327,7 @@ def _weights_of(folder, stage, ranks, flats, named, files, experts, exclude_froz
         _raise_if_autoep_zero3_partitioned_checkpoint(files)
         if len(files) != ranks:
             raise ValueError(f"Expected {ranks} of '*_model_states.pt' under '{folder}' but found {len(files)} files")
-    states = [_parse_model_file(path) for path in files]
-    first = states[0]
+    first, *_ = states = [_parse_model_file(path) for path in files]
     print(f"Parsing checkpoint created by deepspeed=={first.ds_version}")
     found = {name: _of_one_piece(value) for name, value in first.buffers.items()}
     if not exclude_frozen_parameters:

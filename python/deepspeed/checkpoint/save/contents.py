@@ -35,7 +35,7 @@ def counters_of(run):
 
 
 def _codes_of(run):
-    """What is known of weights that are small floats, by key; nothing where there are none."""
+    """Facts of weights that are small floats, by key; nothing where there are none."""
     found = coded_params(run.weights.params)
     return {names.QUANTIZED_PARAMS: {run.weights.named(name): facts for name, facts in found.items()}} if found else {}
 

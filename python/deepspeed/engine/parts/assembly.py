@@ -90,6 +90,7 @@ class Assembly(Part):
         engine.trained_groups = [list(group["params"]) for group in groups]
         trained = [param for group in engine.trained_groups for param in group]
         checks.check_trained(engine)
+        checks.check_frozen_rows(engine)
         self._take_over(trained)
         managed = set(map(id, trained))
         engine._unmanaged = [param for param in engine.module.parameters() if id(param) not in managed]

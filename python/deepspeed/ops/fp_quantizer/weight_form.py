@@ -9,7 +9,7 @@ from deepspeed.ops.fp_quantizer.quantize import checked_bits, decode_rows, encod
 
 @dataclasses.dataclass(frozen=True)
 class WeightForm:
-    """What is known of a tensor that lies in rows of codes: its ``shape`` and ``dtype``, the bits of a code, and how many
+    """The form of a tensor that lies in rows of codes: its ``shape`` and ``dtype``, the bits of a code, and how many
     elements share a scale. The last group is filled up with zeros."""
 
     shape: torch.Size
