@@ -123,8 +123,11 @@ class Registry:
 
     def detect(self):
         """The name of highest priority that can work here (ties: first by name), or None."""
-        ranked = sorted(self.names(), key=lambda name: (-self._entries[name].priority, name))
-        return next((name for name in ranked if not self.why_not(name)), None)
+        return next((name for name in self.in_order() if not self.why_not(name)), None)
+
+    def in_order(self):
+        """All names, in the order in which ``detect`` tries them."""
+        return sorted(self.names(), key=lambda name: (-self._entries[name].priority, name))
 
     def _read_plugins(self):
         if self._plugins_read:

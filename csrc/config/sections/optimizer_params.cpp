@@ -90,8 +90,9 @@ Fields onebit() {
   return {
       boolean("cuda_aware", false, "With comm_backend_name \"mpi\": the MPI library takes device memory."),
       text("comm_backend_name", "nccl",
-           "Transport of the signs: \"nccl\" and \"compressed\" are the one that the engine has, \"mpi\" is mpi4py.")
-          .one_of({"nccl", "compressed", "mpi"})};
+           "Transport of the signs: \"nccl\", \"hccl\" and \"compressed\" are the one that the engine has, \"mpi\" is "
+           "mpi4py.")
+          .one_of({"nccl", "hccl", "compressed", "mpi"})};
 }
 
 Field freeze_step() {

@@ -11,6 +11,7 @@ empty list. ``device_index`` None always means the current device. Memory figure
 import contextlib
 import importlib
 import importlib.util
+import mmap
 from abc import ABC, abstractmethod
 
 import torch
@@ -249,6 +250,10 @@ class DeepSpeedAccelerator(ABC):
     def replay_graph(self, graph):
         """Runs a recorded graph."""
 
+    def is_current_stream_capturing(self):
+        """True while the work of the current stream is recorded into a graph."""
+        return False
+
     # ---- tensors -------------------------------------------------------------------------------------------------
     BFloat16Tensor = _tensor_class("BFloat16Tensor", "bfloat16")
     ByteTensor = _tensor_class("ByteTensor", "uint8")
@@ -276,6 +281,19 @@ class DeepSpeedAccelerator(ABC):
         native = get_active_native_pinned_memory()
         if native is not None:  # pages that torch has pinned go back with the last view of the tensor
             native.unpin(tensor)
+
+    def pin_memory_alignment(self):
+        """Bytes to which addresses of memory for ``register_host_memory`` are aligned: those of a page."""
+        return mmap.PAGESIZE
+
+    def register_host_memory(self, tensor):
+        """Page-locks the memory of ``tensor`` where it is; True where the device has such memory, else nothing happens
+        and the answer is False."""
+        return False
+
+    def unregister_host_memory(self, tensor):
+        """Ends what ``register_host_memory`` began; the same answer."""
+        return False
 
     def on_accelerator(self, tensor):
         """True when ``tensor`` lives on this kind of device."""

@@ -1,21 +1,25 @@
 """The accelerator that this process uses: the one that was set, the one ``DS_ACCELERATOR`` names, or the best
 present."""
 
+import functools
 import os
 import threading
 
+from deepspeed.accelerator import torch_module
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.host.vendors import VENDORS
 from deepspeed.log import logger
-from deepspeed.registry import Registry
+from deepspeed.registry import Registry, nearest
 
 accelerators = Registry("accelerator", group="deepspeed.accelerators")
-accelerators.register(
-    "cuda",
-    "deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator",
-    probe="deepspeed.accelerator.cuda_accelerator:probe",
-    priority=50,
-)
-accelerators.register("cpu", "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator")
+_OWN_PROBES = {"cuda": "deepspeed.accelerator.cuda_accelerator:probe", "cpu": None}
+for _place, _name in enumerate(reversed(VENDORS)):
+    accelerators.register(
+        _name,
+        f"deepspeed.accelerator.{_name}_accelerator:{_name.upper()}_Accelerator",
+        probe=_OWN_PROBES.get(_name, functools.partial(torch_module.probe, _name)),
+        priority=_place,
+    )
 
 _lock = threading.Lock()
 _current = None
@@ -37,11 +41,13 @@ def _choose():
             raise ValueError(
                 f"the environment variable DS_ACCELERATOR is {name!r}, which is not an accelerator known here. "
                 f"Set it to one of: {', '.join(accelerators.names())}; or unset it for automatic detection."
+                f"{nearest(name, accelerators.names())}"
             )
+        made = _check(accelerators.get(name)())
         reason = accelerators.why_not(name)
         if reason:
             logger.warning("DS_ACCELERATOR=%s is used although it does not seem to work here: %s.", name, reason)
-        return _check(accelerators.get(name)())
+        return made
     return _check(accelerators.get(accelerators.detect())())
 
 

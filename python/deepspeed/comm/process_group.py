@@ -19,6 +19,7 @@ from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.comm.utils import get_local_rank_from_launcher
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepspeed.host.vendors import registering_module
 from deepspeed.log import log_dist, logger
 
 # The time that gloo's threads have at the end to let go of what they hold.
@@ -87,7 +88,7 @@ def init_distributed(
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; e.g. timedelta(minutes=60).")
     timeout = timeouts.chosen(timeout)
-    backend = dist_backend or get_accelerator().communication_backend_name()
+    backend = dist_backend or get_accelerator().communication_backend_name() or _backend_of_one_rank(world_size)
     _check_backend(backend)
     init_deepspeed_backend(backend, timeout, init_method)
     if init_method is None or init_method == "env://":
@@ -145,6 +146,17 @@ def _leave():
         _keeper.wait()
 
 
+def _backend_of_one_rank(world_size):
+    """The backend on a device whose ranks cannot communicate; RuntimeError for several ranks."""
+    ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE") or 1)
+    if ranks > 1:
+        raise RuntimeError(
+            f"the accelerator {get_accelerator()._name!r} has no communication backend, so that it trains with one rank "
+            f"only, and the job has {ranks}: start it with --num_accelerators 1, or on the CPU with DS_ACCELERATOR=cpu."
+        )
+    return "gloo"
+
+
 def _check_backend(backend):
     accelerator = get_accelerator()
     if backend == "nccl" and not nccl_join.moves_memory_of(accelerator):
@@ -186,15 +198,16 @@ def _explained(error):
 
 
 def init_deepspeed_backend(ds_backend, timeout, init_method):
-    """Loads what a backend needs beyond torch: ``ccl`` lives in Intel's bindings, which register it on import."""
-    if ds_backend != "ccl":
-        return
-    if importlib.util.find_spec("oneccl_bindings_for_pytorch") is None:
+    """Imports the module that registers a backend beyond torch's own: that of the accelerator (host/vendors.py)."""
+    module = registering_module(ds_backend, get_accelerator()._name)
+    package = module.partition(".")[0]
+    if module and importlib.util.find_spec(package) is None:
         raise RuntimeError(
-            "dist_backend is 'ccl', but the Python package oneccl_bindings_for_pytorch is not installed: install it, "
-            "or pass dist_backend='gloo'."
+            f"dist_backend is {ds_backend!r}, but the Python package {package} is not installed: install it, or pass "
+            f"dist_backend='gloo'."
         )
-    importlib.import_module("oneccl_bindings_for_pytorch")
+    if module:
+        importlib.import_module(module)
 
 
 def set_backend():

@@ -5,6 +5,12 @@ import argparse
 import copy
 import os
 
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.rendezvous import under_mpi
+from deepspeed.log import warning_once
+
+MPI_FLAG, HPU_FLAG = "--deepspeed_mpi", "--use_hpu"
+
 # Sections of what only watches a run or writes files about it.
 _WATCHING = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "trace", "report", "comms_logger",
              "wall_clock_breakdown", "memory_breakdown", "dump_state", "autotuning", "postmortem")  # fmt: skip
@@ -20,7 +26,26 @@ def add_config_arguments(parser):
     # Spellings of the first releases; they reach initialize() under the new names.
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    # Flags that launchers of other releases took behind the name of the script.
+    for flag in (MPI_FLAG, HPU_FLAG):
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, default=False, action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def check_flags(args):
+    """Raises RuntimeError for ``--deepspeed_mpi`` outside of mpirun; warns of ``--use_hpu`` on another accelerator."""
+    if getattr(args, "deepspeed_mpi", False) is True and not under_mpi():
+        raise RuntimeError(
+            f"{MPI_FLAG}: mpirun has not started this process. Start it with mpirun, or leave the flag out: ranks are "
+            "found without it"
+        )
+    name = get_accelerator()._name
+    if getattr(args, "use_hpu", False) is True and name != "hpu":
+        warning_once(
+            f"{HPU_FLAG} is given, and the accelerator here is {name!r}, which is used: Gaudi's needs the Python package "
+            "habana_frameworks, and DS_ACCELERATOR=hpu asks for it"
+        )
 
 
 def find_local_rank(args):

@@ -7,6 +7,7 @@ from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.config import DeepSpeedConfig, choose_config
 from deepspeed.config.world import MeshShape
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.engine.arguments import check_flags
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.pipeline_engine import DualPipeVEngine, PipelineEngine
 from deepspeed.git_version_info import git_branch, git_hash
@@ -51,6 +52,7 @@ def initialize(
     Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``; what there is no such thing of is None.
     """
     assert model is not None, "deepspeed.initialize needs a model: pass model="
+    check_flags(args)
     pipeline = isinstance(model, PipelineModule)
     if pipeline:
         assert mpu is None, "the ranks of a PipelineModule are those of its topology: leave mpu= out"

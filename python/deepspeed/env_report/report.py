@@ -85,13 +85,20 @@ def machine_lines(facts):
     rows = {
         "CPU": cpu.cpu_info()[0] or platform.machine(),
         "cores": f"{len(cores)} usable ({physical} physical), {numa.numa_node_count()} NUMA node(s)",
-        "instruction set": cpu.widest_isa(),
+        "instruction set": ", ".join([cpu.widest_isa(), *cpu.product_units()]),
         "CPU kernels use": _isa_text(),
         "memory": f"{_gib(total)}, {_gib(available)} available",
         "GPUs": ", ".join(facts.get("gpus") or []) or (f"{unused} (not usable by torch)" if unused else "none"),
         "CUDA kernels": cuda_isa if cuda_abi else f"none: {why_not}",
+        "accelerator": _chosen_text(facts),
+        **{f"not {name}": why for name, why in facts.get("accelerators", {}).items() if why},
     }
     return _lines("Machine", rows)
+
+
+def _chosen_text(facts):
+    asked = os.environ.get("DS_ACCELERATOR")
+    return f"{facts.get('accelerator', 'none')}{f' (DS_ACCELERATOR={asked})' if asked else ''}"
 
 
 def _isa_text():

@@ -30,6 +30,13 @@ try:
 except Exception as error:
     facts["error"] = "%s: %s" % (type(error).__name__, error)
 try:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.accelerator.real_accelerator import accelerators
+    facts["accelerators"] = {name: accelerators.why_not(name) for name in accelerators.in_order()}
+    facts["accelerator"] = get_accelerator()._name
+except Exception as error:
+    facts["accelerator"] = "none: %s" % error
+try:
     from deepspeed import _native
     facts["native"] = os.path.basename(_native._C.__file__)
 except Exception as error:

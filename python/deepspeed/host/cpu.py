@@ -16,6 +16,8 @@ _ISA_FLAGS = (
     ("sve", ("sve",)),
     ("neon", ("asimd",)),
 )
+# Units for products of few bits, by any of these flags.
+_PRODUCT_UNITS = (("vnni", ("avx512_vnni", "avx_vnni")), ("amx", ("amx_tile", "amx_bf16", "amx_int8")))
 
 
 def usable_cores():
@@ -36,6 +38,12 @@ def widest_isa():
     """The widest vector instruction set that our kernels know and this CPU has, or ``"scalar"``."""
     flags = cpu_info()[1]
     return next((name for name, needed in _ISA_FLAGS if flags.issuperset(needed)), "scalar")
+
+
+def product_units():
+    """Names of what this CPU has for products of few bits: VNNI, AMX."""
+    flags = cpu_info()[1]
+    return [name for name, any_of in _PRODUCT_UNITS if not flags.isdisjoint(any_of)]
 
 
 def openblas_coretype():

@@ -73,9 +73,13 @@ def init_inference(model, config=None, **kwargs):
     and where there are more of them than experts, each has a slice of one. Neighbours that bring the same tokens share
     experts, too.
 
+    ``args``: an object whose ``device`` is the accelerator's, as Gaudi's guide has it; ValueError for another one.
+
     ``replace_with_kernel_inject`` asks for faster layers, which are not built: a warning says so, and the model's own
     layers run. NotImplementedError names a key of anything else that is still to be built.
     """
+    if hasattr(kwargs.get("args"), "device"):
+        _check_device(kwargs.pop("args").device)
     if isinstance(config, DeepSpeedInferenceConfig):
         if kwargs:
             raise config_error("init_inference takes a DeepSpeedInferenceConfig or keywords, not both", sorted(kwargs))
@@ -84,6 +88,15 @@ def init_inference(model, config=None, **kwargs):
         with open(config) as file:
             config = json.load(file)
     return InferenceEngine(model, DeepSpeedInferenceConfig(**merge_inference_config(config or {}, kwargs)))
+
+
+def _check_device(device):
+    name = get_accelerator()._name
+    if torch.device(device).type != name:
+        raise ValueError(
+            f"init_inference: args.device is {str(device)!r}, and the accelerator here is {name!r}: set "
+            f"DS_ACCELERATOR={torch.device(device).type}, or leave args.device out"
+        )
 
 
 class InferenceEngine(torch.nn.Module):

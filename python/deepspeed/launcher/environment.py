@@ -4,6 +4,7 @@ import os
 import sys
 
 from deepspeed.host.cpu import openblas_coretype, physical_cores, quota_cores, usable_cores
+from deepspeed.host.vendors import VENDORS
 from deepspeed.launcher.resources import meant_lines
 
 # Variables of another launcher around us that would contradict ours, or make rank 0 wait for a store of theirs.
@@ -11,28 +12,25 @@ _FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 
 ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 
-# Prefixes of the variables that other hosts get from the head. Each accelerator adds some (_ACCELERATOR_PREFIXES).
+# Prefixes of the variables that other hosts get from the head. Each accelerator adds some (host/vendors.py).
 EXPORT_PREFIXES = (
-    "MLFLOW", "PYTHON", "MV2", "UCX", "DS_", "DEEPSPEED_",
+    "MLFLOW", "PYTHON", "GLOO", "MV2", "UCX", "DS_", "DEEPSPEED_",
     # Nebula and Azure ML
     "NEBULA_", "AZUREML_", "AML_RUN_ID", "DLTS_", "FC_TASK", "MASTER_HOST", "LOCAL_HOST",
 )  # fmt: skip
-_ACCELERATOR_PREFIXES = {
-    "cuda": ("NCCL", "GLOO"), "cpu": ("GLOO",), "hpu": ("HCCL", "PT_HPU", "HABANA"), "npu": ("ASCEND", "HCCL"),
-    "xpu": ("CCL", "ZE_"), "mlu": ("NEUWARE", "CNCL"),
-}  # fmt: skip
-# The variable that chooses among the devices of a host.
-_VISIBLE_DEVICES = {
-    "cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "hpu": "HABANA_VISIBLE_MODULES", "mlu": "MLU_VISIBLE_DEVICES", "sdaa": "SDAA_VISIBLE_DEVICES",
-    "supa": "SUPA_VISIBLE_DEVICES",
-}  # fmt: skip
+
+
+def visible_variable(environment):
+    """The variable that chooses among the devices of a host, by DS_ACCELERATOR in ``environment``."""
+    row = VENDORS.get(environment.get("DS_ACCELERATOR") or "cuda")
+    return row.visible if row is not None and row.visible else VENDORS["cuda"].visible
 
 
 def exports(environment, files):
     """``{name: value}`` of what other hosts get: variables with one of the prefixes, and ``files``, which win."""
     accelerator = files.get("DS_ACCELERATOR") or environment.get("DS_ACCELERATOR", "")
-    prefixes = EXPORT_PREFIXES + _ACCELERATOR_PREFIXES.get(accelerator or "cuda", ())
+    row = VENDORS.get(accelerator or "cuda")
+    prefixes = EXPORT_PREFIXES + (row.prefixes if row is not None else ())
     return {**{name: value for name, value in environment.items() if name.startswith(prefixes)}, **files}
 
 
@@ -80,8 +78,7 @@ def host_environment(base, share, device_ids, notes):
         LOCAL_SIZE=str(local_size), CROSS_RANK=str(share.node), CROSS_SIZE=str(len(share.counts)),
     )  # fmt: skip
     if device_ids:
-        variable = _VISIBLE_DEVICES.get(base.get("DS_ACCELERATOR") or "cuda", "CUDA_VISIBLE_DEVICES")
-        env[variable] = ",".join(map(str, device_ids))
+        env[visible_variable(base)] = ",".join(map(str, device_ids))
     if not env.get("OMP_NUM_THREADS"):
         threads = within_quota(max(1, len(physical_cores(usable_cores())) // local_size), local_size)
         env["OMP_NUM_THREADS"] = str(threads)

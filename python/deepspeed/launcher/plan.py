@@ -9,8 +9,10 @@ from deepspeed.host import devices, numa, ports
 from deepspeed.host.addresses import is_own_address
 from deepspeed.host.programs import find_program
 from deepspeed.host.variables import number
+from deepspeed.host.vendors import VENDORS
 from deepspeed.launcher import environment
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
+from deepspeed.launcher.device_count import ask, is_asked
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.resources import parse_hostfile_lines, parse_inclusion_exclusion, parse_resource_filter
 
@@ -150,17 +152,26 @@ def is_this_host(name):
     return any(is_own_address(address[0]) for *_, address in found)
 
 
-def local_slots(environment, notes):
-    """``(slots of this machine, True when they are GPUs)``."""
-    wanted = environment.get("DS_ACCELERATOR", "")
+def local_slots(variables, notes):
+    """``(slots of this machine, True when a variable chooses among them)``. ``variables`` gets the name of an
+    accelerator that ranks would choose by its package."""
+    wanted = variables.get("DS_ACCELERATOR", "")
+    if is_asked(wanted):
+        name, count, why_not = ask(variables)
+        if count and name not in ("cuda", "cpu"):
+            variables["DS_ACCELERATOR"] = name
+            row = VENDORS.get(name)
+            given = [part for part in variables.get(row.visible, "").split(",") if part] if row is not None else []
+            return given if len(given) == count else list(range(count)), row is not None and bool(row.visible)
+        if wanted:
+            notes.append(
+                f"The launcher cannot count devices of DS_ACCELERATOR={wanted}: --num_accelerators N says how many "
+                f"({why_not or 'there are none'})."
+            )
+            return [0], False
     gpus = devices.visible_gpu_ids() if wanted in ("", "cuda") else []
     if gpus:
         return gpus, True
-    if wanted not in ("", "cpu"):
-        notes.append(
-            f"The launcher cannot count devices of DS_ACCELERATOR={wanted}: --num_accelerators N says how many."
-        )
-        return [0], False
     return list(range(numa.numa_node_count())), False
 
 
@@ -195,7 +206,7 @@ def active_hosts(args, notes):
 
 
 def choose_slots(args, notes):
-    """``(slots of this node, ids for CUDA_VISIBLE_DEVICES or None)`` by hostfile, filters and --num_accelerators."""
+    """``(slots of this node, ids for the variable of visible devices or None)`` by hostfile, filters and --num_accelerators."""
     local, on_gpu = local_slots(os.environ, notes)
     active = active_hosts(args, notes)
     if active is None:
@@ -219,7 +230,7 @@ def gpu_ids(slots, local, source):
 def _choose_local(args, local, on_gpu, notes):
     if args.include or args.exclude:
         every = local
-        if on_gpu and devices.visible_device_ids() is not None:
+        if on_gpu and environment.visible_variable(os.environ) == "CUDA_VISIBLE_DEVICES" and devices.visible_device_ids() is not None:
             notes.append("CUDA_VISIBLE_DEVICES is replaced by what --include/--exclude choose.")
             every = [str(index) for index in range(devices.nvidia_device_count())]
         return _some_left(parse_resource_filter({"localhost": every}, args.include, args.exclude))["localhost"]

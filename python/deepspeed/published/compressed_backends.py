@@ -12,6 +12,10 @@ class NcclBackend(SignMeans):
         super().__init__(None if mpu is None else mpu.get_data_parallel_group())
 
 
+class HcclBackend(NcclBackend):
+    """The same on Gaudi and Ascend."""
+
+
 class CompressedBackend(NcclBackend):
     """The same, and signs as bytes."""
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import deepspeed.accelerator
-from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator, torch_module
 from deepspeed.accelerator.real_accelerator import accelerators
+from deepspeed.host.vendors import VENDORS
 from processes import run_after_torch
 from refusals import refused
 
@@ -63,7 +64,11 @@ def test_file_implements_the_whole_interface_and_is_registered(name):
             wanted, found = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
             assert list(found) == list(wanted), member
             assert [found[key].default for key in wanted] == [wanted[key].default for key in wanted], member
-    accelerator()  # needs no device and no driver
+    vendor = VENDORS[name[: -len("_accelerator")]]
+    if vendor.package == "torch" and hasattr(torch, vendor.verbs.removeprefix("torch.")) or not vendor.verbs:
+        accelerator()  # needs no device and no driver
+    else:
+        refused(ValueError, f"'{vendor.name}' cannot work here, because .*{vendor.package}", accelerator)
 
 
 def working():
@@ -289,15 +294,18 @@ def test_cuda_names_need_no_gpu():
 
 
 def test_cuda_asks_torch_for_what_torch_has():
-    text = pathlib.Path(inspect.getsourcefile(class_of("cuda_accelerator"))).read_text(encoding="utf-8")
-    names = set(re.findall(r"(?:torch\.cuda\.|_of_device\(\"|_call\(\")(\w+)", text))
+    files = map(inspect.getsourcefile, (class_of("cuda_accelerator"), torch_module))
+    text = "".join(pathlib.Path(file).read_text(encoding="utf-8") for file in files)
+    pattern = r"(?:torch\.cuda\.|self\.module\.|_of_device\(\"|_call\(\"|_seed\(\"|_class\(\")(\w+)"
+    names = set(re.findall(pattern, text))
     names |= {name for name in INTERFACE if name.endswith("Tensor")}
     assert len(names) > 30 and not [name for name in names if not hasattr(torch.cuda, name)]
 
 
 def test_cuda_passes_arguments_on(monkeypatch):
-    cuda, calls = class_of("cuda_accelerator")(), mock.Mock(**{"current_device.return_value": 7})
+    calls = mock.Mock(**{"current_device.return_value": 7})
     monkeypatch.setattr(torch, "cuda", calls)
+    cuda = class_of("cuda_accelerator")()
     for call in (
         "synchronize", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
         "memory_stats", "reset_peak_memory_stats", "current_stream", "default_stream", "set_device", "device",

@@ -278,8 +278,18 @@ class Checkpoints:
 
     # ---- all of it ---------------------------------------------------------------------------------------------------
     @member
-    def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
-        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save.save``."""
+    def save_checkpoint(
+        self,
+        save_dir,
+        tag=None,
+        client_state={},  # noqa: B006 (the published signature; never modified)
+        save_latest=True,
+        exclude_frozen_parameters=False,
+        client_sd=None,
+    ):
+        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save.save``.
+        ``client_sd`` is an older name of ``client_state``."""
+        client_state = client_state if client_sd is None else client_sd
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         run_hooks(self.engine, "before_save")
         with self.engine._step_log.phases.inside("checkpoint"), self.engine._compressed.common_weights():

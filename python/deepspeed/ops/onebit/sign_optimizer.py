@@ -7,7 +7,7 @@ import torch
 
 from deepspeed.ops.native_optimizer import NativeOptimizer, loss_of
 
-BACKENDS = ("nccl", "compressed", "mpi")
+BACKENDS = ("nccl", "hccl", "compressed", "mpi")
 # States that belong to one rank. No file has them, and a load makes them start from zero.
 ERRORS = ("worker_error", "server_error")
 MASK = "exp_avg_mask"
@@ -17,7 +17,7 @@ class SignOptimizer(NativeOptimizer):
     """An optimizer of an engine at ZeRO stage 0. A step has *phases*, which the number of the update decides.
 
     ``deepspeed``: the engine, which published scripts pass; it is kept as an attribute. ``cuda_aware`` and
-    ``comm_backend_name`` choose the transport of the signs: "nccl" and "compressed" are the engine's own.
+    ``comm_backend_name`` choose the transport of the signs: "nccl", "hccl" and "compressed" are the engine's.
 
     A parameter group may have the key ``exp_avg_mask``, a tensor in the shape of its parameters. What the ranks have
     received is multiplied by it: signs cannot say zero, so where gradients are always zero a mask has to.

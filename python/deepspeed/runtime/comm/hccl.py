@@ -1,0 +1,3 @@
+"""Import path that existing scripts use."""
+
+from deepspeed.published.compressed_backends import HcclBackend  # noqa: F401
