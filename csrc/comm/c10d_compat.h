@@ -14,6 +14,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <memory>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -38,6 +39,21 @@ c10::optional<bool> runs_later(const Options& options) {
   } else {
     return c10::nullopt;
   }
+}
+
+// Whether gloo moves the group's tensors, by the name of the group, or by those of its backends: 2.x may know them
+// under another name.
+inline bool is_gloo(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (group->getBackendName().find("gloo") != std::string::npos) return true;
+#if TORCH_VERSION_MAJOR >= 2
+  for (const c10::Device& device : group->getDeviceTypes()) {
+    try {
+      if (group->getBackend(device.type())->getBackendName() == "gloo") return true;
+    } catch (const c10::Error&) {  // a backend that has no name
+    }
+  }
+#endif
+  return false;
 }
 
 // Debian's gloo (1.13) refuses bf16 in every collective; 2.x carries it.
@@ -67,8 +83,8 @@ double milliseconds(const Event& begin, const Event& end) {
 // The pointer under which autograd keeps a node.
 using NodePtr = decltype(torch::autograd::Edge::function);
 
-// A node of autograd under the pointer that autograd keeps: an intrusive one from 2.15 on, before that a shared one whose
-// deleter frees long graphs without recursion.
+// A node of autograd under the pointer that autograd keeps: an intrusive one from 2.15 on, before that a shared one
+// whose deleter frees long graphs without recursion.
 template <typename Node, typename... Args>
 auto make_node(Args&&... args) {
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {

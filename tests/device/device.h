@@ -59,7 +59,7 @@ Waits& waits(StandinWait kind);
 // The operations that csrc uses on CUDA, too, all of them through c10::impl::VirtualGuardImpl.
 class Guard : public c10::impl::DeviceGuardImplInterface {
  public:
-  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  c10::DeviceType type() const override { return kStandin; }
   c10::Device exchangeDevice(c10::Device device) const override { return at(exchange_device(device.index())); }
   c10::Device getDevice() const override { return at(current_device()); }
   void setDevice(c10::Device device) const override {
@@ -117,7 +117,7 @@ class Guard : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  static c10::Device at(c10::DeviceIndex index) { return {c10::kPrivateUse1, index}; }
+  static c10::Device at(c10::DeviceIndex index) { return {kStandin, index}; }
 };
 
 }  // namespace standin

@@ -366,7 +366,7 @@ void release_pinned(void* address) {
 c10::DataPtr allocate_device(size_t bytes) {
   const c10::DeviceIndex device = current_device();
   void* address = device_memory(device).allocate(bytes, current_stream(device));
-  return {address, address, &release_device, c10::Device(c10::DeviceType::PrivateUse1, device)};
+  return {address, address, &release_device, c10::Device(kStandin, device)};
 }
 
 c10::DataPtr allocate_pinned(size_t bytes) {

@@ -160,7 +160,7 @@ class Call {
   void find_device() {
     c10::optional<c10::Device> found;
     for (const IValue& value : arguments_)
-      if (value.isDevice() && value.toDevice().type() == c10::kPrivateUse1) found = value.toDevice();
+      if (value.isDevice() && value.toDevice().type() == kStandin) found = value.toDevice();
     if (found && !found->has_index()) found->set_index(current_device());
     bool has_tensor = false;
     for_each_argument([&](const at::Tensor& tensor, bool) {
@@ -170,7 +170,7 @@ class Call {
       found = tensor.device();
       has_tensor = true;
     });
-    device_ = found.value_or(c10::Device(c10::kPrivateUse1, current_device()));
+    device_ = found.value_or(c10::Device(kStandin, current_device()));
     // Indices may lie on the host, and numbers.
     const std::string& name = schema_.name();
     if (name.find("index") != std::string::npos || name == "aten::_pack_padded_sequence") return;
@@ -352,7 +352,7 @@ class Call {
   const c10::FunctionSchema& schema_;
   const Facts& facts_;
   Stack arguments_;
-  c10::Device device_{c10::kPrivateUse1, 0};
+  c10::Device device_{kStandin, 0};
   at::Generator generator_;  // undefined: the operation draws no random numbers
   std::vector<Access> accesses_;
   size_t bytes_ = 0;               // of devices, that the operation uses
@@ -367,10 +367,10 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   for (const IValue& result : results) stack->push_back(result);
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+TORCH_LIBRARY_IMPL(_, DS_STANDIN_TYPE, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
 // torch would make these of other operations here, and on the CPU has kernels of their own, whose bits differ.
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, DS_STANDIN_TYPE, m) {
   for (const char* name : {"_stack", "_stack.out", "addr", "addr.out", "all.dims", "all.dims_out", "any.dims",
                            "any.dims_out", "linalg__powsum", "mish_backward", "mse_loss", "native_channel_shuffle",
                            "native_group_norm", "native_layer_norm", "silu_backward", "smooth_l1_loss"})

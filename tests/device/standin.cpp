@@ -11,7 +11,7 @@ namespace {
 
 // Loading the library makes the devices.
 const bool made = [] {
-  c10::SetAllocator(c10::kPrivateUse1, &device_allocator());
+  c10::SetAllocator(kStandin, &device_allocator());
   install_fault_handler();
   return true;
 }();

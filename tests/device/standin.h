@@ -12,12 +12,13 @@ const char* standin_launch(void* stream, const char* name, void (*kernel)(void*)
 // A failure in a library at work: the next wait of the host for the stream throws it.
 void standin_fail(const char* what);
 
-// Ways to put queued work off: by the seed; until somebody waits; or it does not run at all, so that a program takes the
-// time of its host alone. In the last mode values are whatever is in memory, and nothing is checked. Small operations,
-// by whose values programs decide, run in the call.
+// Ways to put queued work off: by the seed; until somebody waits; or it does not run at all, so that a program takes
+// the time of its host alone. In the last mode values are whatever is in memory, and nothing is checked. Small
+// operations, by whose values programs decide, run in the call.
 enum StandinMode { kStandinAtOnce, kStandinLazy, kStandinNull };
 void standin_choose(uint64_t seed, int mode);
-// Returns the name of count number `what` in counts.cpp, of calls since the last reset; null behind the last one. `stacks`: of each wait of the host from now on, too.
+// Returns the name of count number `what` in counts.cpp, of calls since the last reset; null behind the last one.
+// `stacks`: of each wait of the host from now on, too.
 const char* standin_count_name(int what);
 uint64_t standin_count(int what);
 void standin_reset_counts(int stacks);

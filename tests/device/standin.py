@@ -26,12 +26,16 @@ import types
 
 import torch
 
-from deepspeed.accelerator import DeepSpeedAccelerator
-from deepspeed.accelerator.abstract_accelerator import constant, of_device
+from deepspeed.accelerator.abstract_accelerator import constant
+from deepspeed.accelerator.torch_module import TorchModuleAccelerator
+from deepspeed.host.vendors import Vendor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 DEVICES = 2
-KIND = 20  # c10::DeviceType::PrivateUse1
+# The name of the devices in torch. With DS_STANDIN_TYPE=hpu the devices have torch's own type of Gaudi, and the package
+# tests/device/habana has their functions.
+NAME = os.environ.get("DS_STANDIN_TYPE", "standin")
+KIND = {"standin": 20, "hpu": 15}[NAME]  # c10::DeviceType: PrivateUse1, HPU
 _library = None
 _kernels, _finished = {}, []  # functions of Python that are queued as kernels
 
@@ -44,15 +48,25 @@ def supported():
 def library_path():
     """The path at which CMake puts the library for this Python and torch; DS_STANDIN_LIBRARY names another."""
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__.split('+')[0]}"
-    return os.environ.get("DS_STANDIN_LIBRARY") or os.path.join(ROOT, "build", tag, "bin", "libstandin.so")
+    file = "libstandin.so" if NAME == "standin" else f"libstandin_{NAME}.so"
+    return os.environ.get("DS_STANDIN_LIBRARY") or os.path.join(ROOT, "build", tag, "bin", file)
+
+
+def hpu_environment():
+    """Variables of a process in which the devices are Gaudi's: torch's type hpu and the package habana_frameworks."""
+    library = os.path.join(os.path.dirname(library_path()), "libstandin_hpu.so")
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "habana")
+    path = os.pathsep.join(filter(None, [folder, os.path.join(ROOT, "python"), os.environ.get("PYTHONPATH")]))
+    return {"DS_STANDIN_TYPE": "hpu", "DS_STANDIN_LIBRARY": library, "DS_ACCELERATOR": "hpu", "PYTHONPATH": path}
 
 
 def load():
-    """Makes the devices of this process, once. Torch knows them from then on under the name `standin`."""
+    """Makes the devices of this process, once. Torch knows them from then on under the name ``NAME``."""
     global _library
     if _library is not None:
         return _library
-    torch.utils.rename_privateuse1_backend("standin")
+    if NAME == "standin":
+        torch.utils.rename_privateuse1_backend("standin")
     torch.ops.load_library(library_path())
     _library = ctypes.CDLL(library_path())
     _library.standin_fault.restype = _library.standin_launch.restype = ctypes.c_char_p
@@ -62,9 +76,10 @@ def load():
     _library.standin_count.restype = ctypes.c_uint64
     _library.standin_limit.argtypes = (ctypes.c_int, ctypes.c_size_t)
     _library.standin_launch.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
-    torch._register_device_module("standin", _module())
-    torch.utils.generate_methods_for_privateuse1_backend()
-    torch.empty(0, device="standin")  # from here on torch takes the devices as initialised
+    torch._register_device_module(NAME, _module())
+    if NAME == "standin":
+        torch.utils.generate_methods_for_privateuse1_backend()
+    torch.empty(0, device=NAME)  # from here on torch takes the devices as initialised
     atexit.register(_library.standin_end)
     return _library
 
@@ -159,7 +174,7 @@ def fill(tensor, value):
 def faults_at_end():
     """The texts of what was found since the last time, when all devices have finished."""
     for device in range(DEVICES):
-        torch.standin.synchronize(device)
+        torch.accelerator.synchronize(device)
     return faults(clear=True)
 
 
@@ -195,8 +210,8 @@ def allocated():
 
 
 def _module():
-    """torch.standin: the functions of torch.cuda that device-independent code uses."""
-    module = types.ModuleType("torch.standin", "The stand-in device of tests/device.")
+    """torch.standin or torch.hpu: the functions of torch.cuda that device-independent code uses."""
+    module = types.ModuleType(f"torch.{NAME}", "The stand-in device of tests/device.")
     generators = tuple(torch.ops.standin.default_generator(index) for index in range(DEVICES))
 
     def memory_stats(device=None):
@@ -214,8 +229,8 @@ def _module():
 
     module.__dict__.update(
         device=lambda device: torch.accelerator.device_index(_index(device)),
-        Stream=lambda device=None, **options: torch.Stream(f"standin:{_index(device)}", **options),
-        Event=lambda enable_timing=False, **_: torch.Event("standin", enable_timing=enable_timing),
+        Stream=lambda device=None, **options: torch.Stream(f"{NAME}:{_index(device)}", **options),
+        Event=lambda enable_timing=False, **_: torch.Event(NAME, enable_timing=enable_timing),
         stream=lambda stream: contextlib.nullcontext() if stream is None else stream,
         current_stream=lambda device=None: torch.accelerator.current_stream(_index(device)),
         default_stream=lambda device=None: torch.Stream(stream_id=0, device_index=_index(device), device_type=KIND),
@@ -248,22 +263,15 @@ def _module():
     return module
 
 
-def _of_device(name):
-    return of_device(lambda index: getattr(torch.standin, name)(index))
-
-
-def _call(name):
-    return lambda self, *arguments: getattr(torch.standin, name)(*arguments)
-
-
-class Standin_Accelerator(DeepSpeedAccelerator):
-    """torch.standin as an accelerator: a copy of CUDA_Accelerator in all that a training run asks."""
+class Standin_Accelerator(TorchModuleAccelerator):
+    """torch.standin as an accelerator: that of CUDA in all that a training run asks."""
 
     _name = "standin"
-    _communication_backend_name = "gloo"
+    _vendor = Vendor("standin", "torch", "torch.standin", (("gloo", ""),))
 
     def __init__(self):
         load()
+        super().__init__()
 
     @property
     def _nccl_library(self):
@@ -272,66 +280,13 @@ class Standin_Accelerator(DeepSpeedAccelerator):
             raise OSError(why.decode())
         return path
 
-    is_synchronized_device = constant(False)
-    use_host_timers = constant(False)
-    resolves_data_dependency = constant(False)
-    handles_memory_backpressure = constant(False)
-
-    device = _of_device("device")
-    synchronize = _of_device("synchronize")
-    current_device = _call("current_device")
-    device_count = _call("device_count")
-    set_device = _call("set_device")
     is_available = constant(True)
 
-    def device_name(self, device_index=None):
-        return "standin" if device_index is None else f"standin:{device_index}"
-
-    def current_device_name(self):
-        return f"standin:{torch.standin.current_device()}"
-
-    def set_rng_state(self, new_state, device_index=None):
-        torch.standin.set_rng_state(new_state, device_index)
-
-    get_rng_state = _of_device("get_rng_state")
-    manual_seed = _call("manual_seed")
-    manual_seed_all = _call("manual_seed_all")
-    initial_seed = _call("initial_seed")
-
-    def default_generator(self, device_index):
-        return torch.standin.default_generators[device_index]
-
-    Stream = property(lambda self: torch.standin.Stream)
-    Event = property(lambda self: torch.standin.Event)
-    current_stream = _of_device("current_stream")
-    default_stream = _of_device("default_stream")
-    stream = _call("stream")
-
-    empty_cache = _call("empty_cache")
-    memory_allocated = _of_device("memory_allocated")
-    max_memory_allocated = _of_device("max_memory_allocated")
-    memory_stats = _of_device("memory_stats")
-    reset_peak_memory_stats = _of_device("reset_peak_memory_stats")
-    memory_reserved = _of_device("memory_reserved")
-    max_memory_reserved = _of_device("max_memory_reserved")
+    def default_stream(self, device_index=None):
+        return torch.standin.default_stream(device_index)
 
     def total_memory(self, device_index=None):
         return torch.standin.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index=None):
         return self.total_memory(device_index) - self.memory_allocated(device_index)
-
-    is_bf16_supported = constant(True)
-    is_fp16_supported = constant(True)
-
-    def supported_dtypes(self):
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    lazy_call = _call("_lazy_call")
-    is_triton_supported = constant(False)
-
-    def pin_memory(self, tensor, make_copy=True, match_shape=True):
-        pinned = tensor.pin_memory() if make_copy else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return pinned if match_shape else pinned.reshape(-1)
-
-    op_builder_dir = constant("deepspeed.ops.op_builder")

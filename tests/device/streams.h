@@ -16,7 +16,16 @@
 #include "order.h"
 #include "standin.h"
 
+// torch's type of the device. The library that is compiled with DS_STANDIN_IS_HPU has Gaudi's.
+#ifdef DS_STANDIN_IS_HPU
+#define DS_STANDIN_TYPE HPU
+#else
+#define DS_STANDIN_TYPE PrivateUse1
+#endif
+
 namespace standin {
+
+constexpr c10::DeviceType kStandin = c10::DeviceType::DS_STANDIN_TYPE;
 
 constexpr c10::DeviceIndex kDevices = 2;
 
@@ -31,9 +40,7 @@ class Stream {
   Clock clock;             // under the order's mutex, as what follows
   uint64_t queued = 0;     // the last operation
 
-  c10::Stream c10() const {
-    return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::PrivateUse1, device), id);
-  }
+  c10::Stream c10() const { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kStandin, device), id); }
   // Under the order's mutex. `put_off`: the seed and the mode decide when.
   void push(uint64_t operation, bool put_off, std::function<void()> work);
   void hurry(uint64_t operation);  // somebody waits

@@ -57,7 +57,7 @@ void add_access(std::vector<Access>& accesses, const at::Tensor& tensor, bool wr
 at::Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device) {
   const c10::DeviceGuard guard(device);
   return at::detail::empty_strided_generic(sizes, strides, &device_allocator(),
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), type);
+                                           c10::DispatchKeySet(c10::DispatchKey::DS_STANDIN_TYPE), type);
 }
 
 void resize_storage(const c10::Storage& storage, size_t bytes) {
@@ -118,14 +118,14 @@ at::Tensor empty(at::IntArrayRef sizes, c10::optional<at::ScalarType> type, c10:
                  c10::optional<at::Device> device, c10::optional<bool> pinned, c10::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "only memory of the host can be pinned");
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(sizes, &device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_generic(sizes, &device_allocator(), c10::DispatchKeySet(c10::DispatchKey::DS_STANDIN_TYPE),
                                    c10::dtype_or_default(type), format);
 }
 
 at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, c10::optional<at::ScalarType> type,
                          c10::optional<at::Layout>, c10::optional<at::Device> device, c10::optional<bool> pinned) {
   TORCH_CHECK(!pinned.value_or(false), "only memory of the host can be pinned");
-  return new_tensor(sizes, strides, c10::dtype_or_default(type), device.value_or(c10::Device(c10::kPrivateUse1)));
+  return new_tensor(sizes, strides, c10::dtype_or_default(type), device.value_or(c10::Device(kStandin)));
 }
 
 at::Tensor& set_all(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef sizes,
@@ -193,7 +193,7 @@ at::Scalar item(const at::Tensor& self) {
 }
 
 void record_stream(at::Tensor& self, at::Stream stream) {
-  c10::impl::VirtualGuardImpl(c10::kPrivateUse1).recordDataPtrOnStream(self.storage().data_ptr(), stream);
+  c10::impl::VirtualGuardImpl(kStandin).recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
 // Parameters stay the objects that they are when a module moves between the host and the device, as on CUDA.
@@ -201,7 +201,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return self.layout() == from.layout();
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, DS_STANDIN_TYPE, m) {
   m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);

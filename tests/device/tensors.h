@@ -9,9 +9,7 @@ namespace standin {
 // In the mode `null` operations on at most this many bytes of devices run in the call, and copies of this many.
 constexpr size_t kDecided = 4096, kCopied = 1 << 17;
 
-inline bool on_device(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == c10::kPrivateUse1;
-}
+inline bool on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kStandin; }
 bool is_pinned(const at::Tensor& tensor);
 
 // The same elements as a tensor of the CPU. Only operations that are queued may use it; it keeps no memory alive.

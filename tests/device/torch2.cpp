@@ -1,5 +1,7 @@
 // The part of the device for torch 2: streams and events for Python, generators, pinned memory, stacks of Python.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceType.h>
 #include <torch/csrc/profiler/combined_traceback.h>
@@ -18,8 +20,8 @@ class GeneratorOfDevice final : public at::CPUGeneratorImpl {
  public:
   explicit GeneratorOfDevice(c10::DeviceIndex device, uint64_t seed = c10::default_rng_seed_val)
       : at::CPUGeneratorImpl(seed) {
-    device_ = c10::Device(c10::kPrivateUse1, device);
-    key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+    device_ = c10::Device(kStandin, device);
+    key_set_ = c10::DispatchKeySet(c10::DispatchKey::DS_STANDIN_TYPE);
   }
 
  private:
@@ -49,9 +51,15 @@ class GuardOfTorch2 final : public Guard {
   }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardOfTorch2);
+C10_REGISTER_GUARD_IMPL(DS_STANDIN_TYPE, GuardOfTorch2);
 
-class Hooks final : public at::PrivateUse1HooksInterface {
+#ifdef DS_STANDIN_IS_HPU
+using TorchsHooks = at::HPUHooksInterface;
+#else
+using TorchsHooks = at::PrivateUse1HooksInterface;
+#endif
+
+class Hooks : public TorchsHooks {
  public:
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -69,21 +77,44 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
   at::Device getDeviceFromPtr(void* address) const override {
     for (c10::DeviceIndex device = 0; device < kDevices; ++device)
-      if (device_memory(device).mapping.holds(address)) return {c10::kPrivateUse1, device};
+      if (device_memory(device).mapping.holds(address)) return {kStandin, device};
     TORCH_CHECK(false, address, " is not memory of a stand-in device");
   }
   bool isPinnedPtr(const void* address) const override { return pinned_memory().mapping.holds(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+#ifdef DS_STANDIN_IS_HPU
+  void init() const override {}
+  bool hasHPU() const override { return true; }
+#else
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage, bytes);
   }
+#endif
 };
 
+#ifdef DS_STANDIN_IS_HPU
+struct HooksOfHpu final : Hooks {
+  explicit HooksOfHpu(at::HPUHooksArgs) {}
+};
+using at::HPUHooksRegistry;
+using at::RegistererHPUHooksRegistry;
+C10_REGISTER_CLASS(HPUHooksRegistry, HPUHooks, HooksOfHpu);
+
+// A torch that is built with CUDA refuses a second kind of device, so that CUDA's part is taken out before its first
+// use.
+struct NoCuda final : at::CUDAHooksInterface {
+  explicit NoCuda(at::CUDAHooksArgs) {}
+};
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, NoCuda);
+#else
 const bool registered = [] {
   c10::register_privateuse1_backend("standin");  // torch asks the hooks of a device with a name for pinned memory
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();
+#endif
 
 // torch has no function of Python for it.
 TORCH_LIBRARY(standin, m) {

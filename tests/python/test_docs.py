@@ -2,7 +2,8 @@
 
 A block is a script of its own and is started in an empty folder. Words after ```python say more:
 ``launch=2`` starts it through the launcher on two processes; ``share`` joins it to the ``share`` blocks before it in
-the same file, as if they were one script; ``every`` leaves it to `make test-all`. `make test` runs the scripts in new
+the same file, as if they were one script; ``every`` leaves it to `make test-all`, and ``hpu`` runs it on the stand-in for Gaudi, where torch has what that is made
+of. `make test` runs the scripts in new
 processes that have torch and deepspeed already (tests/dist/harness.py); `make test-all` starts each as the page says.
 """
 
@@ -15,6 +16,7 @@ import subprocess
 import sys
 
 import pytest
+import standin
 
 from deepspeed.host.ports import free_port
 from harness import run_ranks
@@ -32,7 +34,7 @@ def scripts():
         for match in BLOCK.finditer(text):
             words = match.group(1).split()
             ranks = next((int(word[7:]) for word in words if word.startswith("launch=")), 0)
-            unknown = [word for word in words if word not in ("share", "every") and not word.startswith("launch=")]
+            unknown = [word for word in words if word not in ("share", "every", "hpu") and not word.startswith("launch=")]
             assert not unknown, f"{path}: ```python {match.group(1)}: {unknown} is not known here"
             line = text.count("\n", 0, match.start()) + 1
             if "share" in words and shared is not None:
@@ -41,7 +43,7 @@ def scripts():
                 continue
             if "every" in words and not every_case():
                 continue
-            entry = [f"{os.path.relpath(path, ROOT)}:{line}", ranks, match.group(2)]
+            entry = [f"{os.path.relpath(path, ROOT)}:{line}{' on hpu' * ('hpu' in words)}", ranks, match.group(2)]
             found.append(entry)
             if "share" in words:
                 shared = entry
@@ -58,7 +60,11 @@ def test_the_readme_has_a_script_to_run():
 def test_block_runs(name, ranks, code, tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(code, encoding="utf-8")
-    if every_case():
+    if name.endswith(" on hpu"):
+        if not standin.supported():
+            pytest.skip("the stand-in device needs torch 2.9 or newer")
+        start(name, ranks, script, **standin.hpu_environment())
+    elif every_case():
         start(name, ranks, script)
     else:
         monkeypatch.chdir(tmp_path)
@@ -75,8 +81,8 @@ def body(rank, world, script):
     runpy.run_path(script, run_name="__main__")
 
 
-def start(name, ranks, script):
-    """As the reader does it."""
+def start(name, ranks, script, **more):
+    """As the reader does it, with ``more`` variables."""
     command = [sys.executable, str(script)]
     if ranks:
         command[1:1] = [
@@ -87,6 +93,6 @@ def start(name, ranks, script):
             "--master_port",
             str(free_port()),
         ]
-    env = {**os.environ, "PYTHONPATH": PYTHON, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PYTHON, "OMP_NUM_THREADS": "1", **more}
     out = subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, f"{name} failed\n{out.stdout[-2000:]}\n{out.stderr[-4000:]}"

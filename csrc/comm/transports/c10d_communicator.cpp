@@ -159,8 +159,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
         name_(group_->getBackendName()),
         rank_(group_->getRank()),
         size_(group_->getSize()),
-        gloo_(gloo_by != GlooBy::kNothing &&
-              (name_.find("gloo") != std::string::npos || gloo_by == GlooBy::kCollectives)) {}
+        gloo_(gloo_by != GlooBy::kNothing && (compat::is_gloo(group_) || gloo_by == GlooBy::kCollectives)) {}
   // A communicator of some ranks of the group, which then send to each other directly.
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> members)
       : C10dCommunicator(std::move(group), GlooBy::kTransfers) {

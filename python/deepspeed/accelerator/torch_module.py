@@ -56,10 +56,13 @@ def _class(name):
 
 
 class TorchModuleAccelerator(DeepSpeedAccelerator):
-    """The verbs of ``_name``, a row of ``VENDORS``, by the functions of its module. ValueError without its package."""
+    """The verbs of a device by the functions of its module. ``_vendor``: its row; None: that of ``_name`` in
+    ``VENDORS``. ValueError without its package."""
+
+    _vendor = None
 
     def __init__(self):
-        self._vendor = VENDORS[self._name]
+        self._vendor = self._vendor or VENDORS[self._name]
         self.module = module_of(self._vendor)
         self._communication_backend_name = self._backend()
 

@@ -1,0 +1,1 @@
+"""Other functions of Gaudi."""
