@@ -14,7 +14,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from harness import on_ranks, run_ranks
 from models import seeded
 from refusals import refused
-from runs import engine_of, load_into, together, weights
+from runs import engine_of, load_into, settings, together, weights
 from runs import identical as equal
 from runs import moments as moments_of
 
@@ -316,3 +316,12 @@ def test_keys_of_fp16(tmp_path):
         kind = type(state["loss_scaler"])
         assert f"{kind.__module__}.{kind.__name__}" == "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
         assert saved["module"]["a.weight"].dtype == torch.float16
+
+
+@on_ranks(1, init=True)
+def test_client_sd_is_client_state(rank, world, folder):
+    engine = engine_of(torch.nn.Linear(2, 1), settings(1))
+    engine.save_checkpoint(folder, 7, client_sd={"step": 7})
+    assert engine.load_checkpoint(folder, 7)[1]["step"] == 7
+    with pytest.raises(TypeError, match="client_state"):
+        engine.save_checkpoint(folder, 8, {"step": 8}, client_sd={"step": 9})

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import standin
-import torch
 
 import gaudi_program
 from places import ROOT
@@ -19,7 +18,7 @@ PROGRAM = os.path.abspath(gaudi_program.__file__)
 
 
 def trained(world, path, environment):
-    """What ``gaudi_program`` writes with these variables."""
+    """Returns the values that ``gaudi_program`` writes with these variables."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(world), PROGRAM, str(path)]
     env = {**os.environ, "DS_DEVICE_BODY": "any", **environment}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -72,6 +71,7 @@ assert os.environ["PT_HPU_LAZY_ACC_PAR_MODE"] == "0" and torch.are_deterministic
 
 def test_the_page_of_the_class():
     env = {**os.environ, **standin.hpu_environment()}
-    run = subprocess.run([sys.executable, "-c", PAGE], env=env, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", PAGE]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[:4] == ["Device: hpu", "Backend: hccl", "BF16: True", "FP16: True"]

@@ -52,6 +52,8 @@ LATE_IMPORTS = {
     "ops/op_builder/builder.py": "a third party's prebuilt op has a name that only its builder knows",
     "ops/op_builder/prebuilt_op.py": "an op's functions are imported when it is loaded: some need the native module",
     "formats/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
+    "accelerator/torch_module.py": "a device's package and module are optional; the table of vendors names them",
+    "accelerator/hpu_accelerator.py": "as above",
     "ops/attention/table.py": "transformers is optional",
     "sequence/hf_attention.py": "transformers is optional",
     "sequence/tiling.py": "as above",

@@ -2,8 +2,8 @@
 
 A block is a script of its own and is started in an empty folder. Words after ```python say more:
 ``launch=2`` starts it through the launcher on two processes; ``share`` joins it to the ``share`` blocks before it in
-the same file, as if they were one script; ``every`` leaves it to `make test-all`, and ``hpu`` runs it on the stand-in for Gaudi, where torch has what that is made
-of. `make test` runs the scripts in new
+the same file, as if they were one script; ``every`` leaves it to `make test-all`; ``hpu`` runs it on the stand-in for
+Gaudi, where this torch can have that. `make test` runs the scripts in new
 processes that have torch and deepspeed already (tests/dist/harness.py); `make test-all` starts each as the page says.
 """
 
@@ -23,6 +23,7 @@ from harness import run_ranks
 from places import PYTHON, ROOT
 from sampling import every_case
 
+WORDS = ("share", "every", "hpu")
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\s*$", re.M | re.S)
 
 
@@ -34,7 +35,7 @@ def scripts():
         for match in BLOCK.finditer(text):
             words = match.group(1).split()
             ranks = next((int(word[7:]) for word in words if word.startswith("launch=")), 0)
-            unknown = [word for word in words if word not in ("share", "every", "hpu") and not word.startswith("launch=")]
+            unknown = [word for word in words if word not in WORDS and not word.startswith("launch=")]
             assert not unknown, f"{path}: ```python {match.group(1)}: {unknown} is not known here"
             line = text.count("\n", 0, match.start()) + 1
             if "share" in words and shared is not None:

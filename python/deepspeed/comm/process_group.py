@@ -151,8 +151,8 @@ def _backend_of_one_rank(world_size):
     ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE") or 1)
     if ranks > 1:
         raise RuntimeError(
-            f"the accelerator {get_accelerator()._name!r} has no communication backend, so that it trains with one rank "
-            f"only, and the job has {ranks}: start it with --num_accelerators 1, or on the CPU with DS_ACCELERATOR=cpu."
+            f"the accelerator {get_accelerator()._name!r} has no communication backend: it trains with one rank only, "
+            f"and the job has {ranks}. Start it with --num_accelerators 1, or on the CPU with DS_ACCELERATOR=cpu."
         )
     return "gloo"
 

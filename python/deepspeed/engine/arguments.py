@@ -43,7 +43,7 @@ def check_flags(args):
     name = get_accelerator()._name
     if getattr(args, "use_hpu", False) is True and name != "hpu":
         warning_once(
-            f"{HPU_FLAG} is given, and the accelerator here is {name!r}, which is used: Gaudi's needs the Python package "
+            f"{HPU_FLAG} is given, and the accelerator here is {name!r}, which is used: Gaudi's needs the package "
             "habana_frameworks, and DS_ACCELERATOR=hpu asks for it"
         )
 

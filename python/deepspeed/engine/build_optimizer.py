@@ -26,7 +26,7 @@ def _stays_as_it_is(param):
 
 
 def build_optimizer(config, model, model_parameters, client_optimizer, on_host=False):
-    """Returns a ``torch.optim.Optimizer`` or None: ``_built`` with these arguments, whose groups lose the frozen weights
+    """Returns a ``torch.optim.Optimizer`` or None: ``_built`` with these arguments. Its groups lose the frozen weights
     of ``deepspeed.linear``: no step would change them, and masters of them would take up memory."""
     optimizer = _built(config, model, model_parameters, client_optimizer, on_host)
     for group in optimizer.param_groups if optimizer is not None else ():

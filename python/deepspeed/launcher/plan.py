@@ -230,7 +230,8 @@ def gpu_ids(slots, local, source):
 def _choose_local(args, local, on_gpu, notes):
     if args.include or args.exclude:
         every = local
-        if on_gpu and environment.visible_variable(os.environ) == "CUDA_VISIBLE_DEVICES" and devices.visible_device_ids() is not None:
+        of_cuda = environment.visible_variable(os.environ) == "CUDA_VISIBLE_DEVICES"
+        if on_gpu and of_cuda and devices.visible_device_ids() is not None:
             notes.append("CUDA_VISIBLE_DEVICES is replaced by what --include/--exclude choose.")
             every = [str(index) for index in range(devices.nvidia_device_count())]
         return _some_left(parse_resource_filter({"localhost": every}, args.include, args.exclude))["localhost"]

@@ -240,8 +240,10 @@ def alone(monkeypatch):
             monkeypatch.setitem(accelerators._entries, name, entry._replace(probe=lambda: "not in this test"))
 
 
-@pytest.mark.parametrize("names", [*itertools.combinations(["npu", "sdaa", "hpu", "mlu", "supa"], 2), ("npu",), ("sdaa",),
-                                   ("hpu",), ("mlu",), ("supa",)], ids="-".join)  # fmt: skip
+PACKAGES = ["npu", "sdaa", "hpu", "mlu", "supa"]
+
+
+@pytest.mark.parametrize("names", [*itertools.combinations(PACKAGES, 2), *zip(PACKAGES)], ids="-".join)
 def test_packages_are_found_in_order(names, fake, alone):
     assert accelerators.detect() == "cpu"
     for name in names:

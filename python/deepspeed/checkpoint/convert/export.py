@@ -97,7 +97,8 @@ def weights_of(saved, dtype=torch.float32, exclude_frozen_parameters=False):
     """``{name: SavedWeight}`` of a ``SavedState``, in the order of the module's state; tied names with the same object.
 
     Trained parameters come from the fp32 masters where there are some, small floats are decoded; parameters become
-    ``dtype``. Buffers stay what they are; those of fewer bits become fp32 if ``dtype`` is that. ValueError for a parameter that is not there whole.
+    ``dtype``. Buffers stay what they are; those of fewer bits become fp32 if ``dtype`` is that. ValueError for a
+    parameter that is not there whole.
     """
     trained, aliases, module = saved.shapes, saved.aliases, saved.module()
     buffers = set(saved.model.get("buffer_names") or ())

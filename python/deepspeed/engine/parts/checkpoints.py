@@ -1,5 +1,6 @@
 """Saves and loads of an engine, and states that it moves to the host for a while."""
 
+import functools
 import os
 
 from deepspeed._compat import named_parameters
@@ -46,6 +47,16 @@ def optimizer_values(optimizer, stepping, shards_params):
     if isinstance(optimizer, DeepSpeedOptimizer) and not shards_params:
         found["clip_grad"] = optimizer.clip_grad
     return found
+
+
+def _with_older_name(save):
+    """``save`` with ``client_sd``, which tutorials call ``client_state``."""
+
+    @functools.wraps(save)
+    def call(self, *args, client_sd=None, **named):
+        return save(self, *args, **named, **({} if client_sd is None else {"client_state": client_sd}))
+
+    return call
 
 
 class EngineTarget(LoadTarget):
@@ -278,18 +289,9 @@ class Checkpoints:
 
     # ---- all of it ---------------------------------------------------------------------------------------------------
     @member
-    def save_checkpoint(
-        self,
-        save_dir,
-        tag=None,
-        client_state={},  # noqa: B006 (the published signature; never modified)
-        save_latest=True,
-        exclude_frozen_parameters=False,
-        client_sd=None,
-    ):
-        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save.save``.
-        ``client_sd`` is an older name of ``client_state``."""
-        client_state = client_state if client_sd is None else client_sd
+    @_with_older_name
+    def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
+        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save.save``."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         run_hooks(self.engine, "before_save")
         with self.engine._step_log.phases.inside("checkpoint"), self.engine._compressed.common_weights():

@@ -1,8 +1,9 @@
 """The functions of the stand-in device under the names that Gaudi has for them."""
 
-import habana_frameworks.torch  # noqa: F401 (it makes the device)
 import standin
 import torch
+
+import habana_frameworks.torch  # noqa: F401 (it makes the device)
 from habana_frameworks.torch.hpu import random  # noqa: F401
 
 globals().update({name: value for name, value in vars(torch.hpu).items() if not name.startswith("__")})

@@ -1,4 +1,4 @@
-"""What the device supports."""
+"""Facts about the device."""
 
 
 def _is_fp16_supported():
