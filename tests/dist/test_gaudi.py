@@ -3,6 +3,7 @@ gives, bit for bit, what it gives under its own name."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -42,6 +43,24 @@ def test_what_is_validated_trains_as_on_any_device(world, tmp_path):
     for losses in found["losses"]:
         assert len(losses) == 6 and all(one[-1] < one[0] for one in losses)
         assert losses[0] == losses[1] and losses[2] == losses[3], "layers that run again change nothing"
+
+
+def bert_loss(tmp_path, **more):
+    """The loss after three steps of the example program, which two ranks train as its README says."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "ds.py", "--deepspeed"]
+    command += ["--deepspeed_config", "ds_config.json", "--max_steps", "3", "--output_dir", str(tmp_path)]
+    run = subprocess.run(
+        [*command, *(["--use_hpu"] if more else [])],
+        cwd=os.path.join(ROOT, "examples", "bert_pretraining"), env={**os.environ, **more},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    return float(re.search(r"step 3/3: loss ([\d.]+)", run.stdout)[1])
+
+
+def test_the_bert_program_runs_there(tmp_path):
+    found = bert_loss(tmp_path / "hpu", **standin.hpu_environment(), DS_DEVICE_BODY="any")
+    assert abs(found - bert_loss(tmp_path / "cpu")) < 0.05  # the devices draw other masks of dropout
 
 
 PAGE = """
