@@ -17,7 +17,8 @@ DS_CONFIG_CHAPTER(30, kTraining, "Training step and messages") {
   c.add(boolean("disable_python_gc", false,
                 "Python collects cyclic garbage only where the script calls engine.collect_python_gc()."));
   c.add(boolean("dataloader_drop_last", false, "Drop the last incomplete batch of an epoch."));
-  c.add(boolean("graph_harvesting", false, "Capture the step in a CUDA graph.").not_built("graph harvesting"));
+  c.add(boolean("graph_harvesting", false, "Capture the work on gradients in a CUDA graph.")
+            .no_effect("a step has a few launches for each bucket, and none for each parameter"));
   c.add(integer("vocabulary_size", nullptr, "Rows of the model's embedding of words.")
             .above(0)
             .no_effect("it is only checked: a multiple of 8 is faster on tensor cores"));

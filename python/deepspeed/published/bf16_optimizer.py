@@ -16,8 +16,9 @@ class BF16_Optimizer(HighPrecisionGrads, DeepSpeedZeroOptimizer):
 
     Arguments as in the contract: ``param_names`` is a dict from parameter to name, ``bfloat16_config`` the section
     ``bf16`` of the configuration, ``clip_grad`` the largest 2-norm of all gradients (0: no limit), ``grad_acc_dtype``
-    the dtype of hp gradients. ``norm_type`` other than 2 and ``graph_harvesting`` are refused with NotImplementedError;
-    ``has_moe_layers`` says nothing new: parameters of experts are known by themselves.
+    the dtype of hp gradients. ``norm_type`` other than 2 is refused with NotImplementedError. ``graph_harvesting``
+    changes nothing: a step has a few launches for each bucket. ``has_moe_layers`` says nothing new: parameters of
+    experts are known by themselves.
     """
 
     def __init__(
@@ -38,8 +39,6 @@ class BF16_Optimizer(HighPrecisionGrads, DeepSpeedZeroOptimizer):
     ):
         if norm_type != 2:
             raise NotImplementedError(f"BF16_Optimizer: norm_type {norm_type} is not supported; gradients have 2-norms")
-        if graph_harvesting:
-            raise NotImplementedError("BF16_Optimizer: graph_harvesting is not supported; leave it out")
         for position, group in enumerate(init_optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if param.dtype == torch.float16:

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed import env_report
 from deepspeed.env_report import native, op_report, report
-from deepspeed.host import libraries
+from deepspeed.host import cpu, libraries
 from deepspeed.ops.op_table import OPS
 from deepspeed.version import __version__
 from processes import run_after_torch, succeeded
@@ -35,8 +35,10 @@ def test_the_program():
         "torch install path", "torch version", "deepspeed install path", "deepspeed info", "torch cuda version",
         "nvcc version", "deepspeed wheel compiled w.", "shared memory (/dev/shm) size", "Python", "BLAS in use",
         "compiler", "cores", "instruction set", "CPU kernels use", "CUDA kernels",
+        "accelerator", "not hpu", "not npu",
     )), labels  # fmt: skip
     assert __version__ in done.stdout
+    assert re.search(r"^not npu \.+ the Python package torch_npu is not installed$", done.stdout, re.M)
     quiet = run("--hide_operator_status", "--hide_errors_and_warnings").stdout
     assert "cpu_adam" not in quiet and "[WARNING]" not in quiet and "Python" in quiet
 
@@ -92,6 +94,13 @@ def test_op_rows_without_torch(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not native.isa_paths(), reason="the kernels are not built")
+def test_units_for_products_are_named(monkeypatch):
+    flags = {"avx512f", "avx512_vnni", "amx_int8"}
+    monkeypatch.setattr(cpu, "cpu_info", lambda: ("a CPU", flags))
+    assert cpu.product_units() == ["vnni", "amx"]
+    assert any(line.endswith("scalar, vnni, amx") for line in report.machine_lines({}))
+
+
 def test_isa_in_use():
     assert native.kernel_table("cpu")[1] in native.isa_paths()
     forced = run("--hide_operator_status", DS_FORCE_ISA="scalar").stdout
