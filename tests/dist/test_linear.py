@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 import deepspeed
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert.export import export
+from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.linear import Init, LoRAConfig, LoRAOptimizedLinear, OptimizedLinear, QuantizationConfig, init_lora
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import safe_get_full_grad
@@ -150,7 +151,8 @@ def make(rank, stage, sharding, bits, checkpoint=None, dtype="fp32", seed=None):
                 layer.melt()
                 layer.weight.normal_()
                 layer.freeze(quantization(bits), sharding)
-    engine = engine_with(model, stage, dtype, checkpoint=checkpoint or {})
+    whole = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = engine_with(model, stage, dtype, checkpoint=checkpoint or {}, zero=whole)
     return engine, lambda: take_step(engine, loss_of(engine, batch_of(engine.global_steps, rank)))
 
 
@@ -159,6 +161,7 @@ def save(rank, world, stage, sharding, bits, folder, checkpoint=None, dtype="fp3
     step()
     engine.save_checkpoint(folder, tag="t")
     engine.save_16bit_model(folder, "model.bin")
+    engine.save_16bit_model(folder, "model.safetensors")
     return held(engine)
 
 
@@ -193,7 +196,8 @@ def test_exports_have_whole_decoded_weights(stage, bits, tmp_path):
     found = [get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "t")]
     (path,) = export(str(tmp_path), str(tmp_path / "out"), tag="t", safe_serialization=False)
     found.append(torch.load(path))
-    found += [torch.load(str(tmp_path / "model.bin"))] if stage < 3 else []
+    found.append(torch.load(str(tmp_path / "model.bin")))
+    found.append({name: one.read() for name, one in read_safetensors(str(tmp_path / "model.safetensors"))[0].items()})
     for one in found:
         for name, value in expected.items():
             assert one[name].tolist() == value, name
