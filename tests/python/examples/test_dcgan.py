@@ -150,11 +150,12 @@ def test_the_edits_are_few_and_in_the_readme():
     programs.check_edits("dcgan")
 
 
+@pytest.mark.every("it starts the command of the README, as the test of cifar does")
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "config",
-    ["ds_config.json", pytest.param("gan_deepspeed_config.json", marks=pytest.mark.every("it is like ds_config.json"))],
+    ["ds_config.json", "gan_deepspeed_config.json"],
 )
 def test_the_command_of_the_readme(config):
     text = programs.launch("dcgan", "--deepspeed", "--deepspeed_config", config, "--niter", 1, "--images", 64)
