@@ -11,6 +11,7 @@
 
 #include "counts.h"
 #include "device.h"
+#include "graphs.h"
 #include "shapes.h"
 #include "tensors.h"
 
@@ -290,8 +291,26 @@ class Call {
     TORCH_CHECK(false, schema_.name(), " returns a part of nothing that it was given");
   }
 
+  // The CPU's arguments are kept as they are, so that each replay runs with them.
+  void record(Graph& graph) {
+    const Stack cpu = cpu_arguments([](const at::Tensor& tensor, bool) { return opened(tensor); });
+    std::vector<at::Tensor> outputs, kept = fresh_;
+    for (const at::Tensor& tensor : fresh_) outputs.push_back(tensor.defined() ? opened(tensor) : tensor);
+    for_each_argument([&](const at::Tensor& tensor, bool) { kept.push_back(tensor); });
+    const auto work = [op = op_, cpu, outputs] {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      Stack stack = cpu;
+      op.callBoxed(stack);
+      keep(stack, outputs, op.schema());
+    };
+    if (!generator_.defined()) return graph.add(schema_.name(), std::move(accesses_), kept, work);
+    graph.add(schema_.name(), std::move(accesses_), kept,
+              [generator = generator_, work] { with_generator(generator, work); });
+  }
+
   void queue(Stream& stream) {
     count(Count::kOperations);
+    if (Graph* graph = recording()) return record(*graph);
     if (runs_nothing() && bytes_ > kDecided) return;
     Stack cpu = cpu_arguments([](const at::Tensor& tensor, bool) { return opened(tensor); });
     std::vector<at::Tensor> outputs;
@@ -311,6 +330,7 @@ class Call {
   }
 
   Stack run_now(Stream& stream) {
+    refuse_while_recording(schema_.name());
     count(Count::kOperations);
     if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output))
       count_host_wait(/*copies=*/false);

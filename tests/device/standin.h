@@ -39,6 +39,12 @@ const char* standin_use_nccl(const char* path);
 // Faults found so far: their number, and the text of one, or null. `clear` forgets them.
 int standin_faults(int clear);
 const char* standin_fault(int index);
+// A graph records operations from begin on, until end. A replay queues them on the current stream.
+void* standin_graph_begin();
+void standin_graph_end();
+int standin_graph_recording();
+void standin_graph_replay(void* graph);
+void standin_graph_free(void* graph);
 void standin_end();
 
 }  // extern "C"

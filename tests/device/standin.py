@@ -72,6 +72,8 @@ def load():
     _library.standin_fault.restype = _library.standin_launch.restype = ctypes.c_char_p
     _library.standin_place.restype = _library.standin_use_nccl.restype = ctypes.c_char_p
     _library.standin_choose.argtypes = (ctypes.c_uint64, ctypes.c_int)
+    _library.standin_graph_begin.restype = ctypes.c_void_p
+    _library.standin_graph_replay.argtypes = _library.standin_graph_free.argtypes = (ctypes.c_void_p,)
     _library.standin_count_name.restype = _library.standin_host_wait.restype = ctypes.c_char_p
     _library.standin_count.restype = ctypes.c_uint64
     _library.standin_limit.argtypes = (ctypes.c_int, ctypes.c_size_t)
@@ -204,6 +206,29 @@ def _figures(device=None):
     return list(five)
 
 
+class Graph:
+    """Operations that are recorded in a context of ``graph``, and that ``replay`` queues on the current stream."""
+
+    _handle = None
+
+    def replay(self):
+        load().standin_graph_replay(self._handle)
+
+    def __del__(self):
+        if self._handle is not None:
+            load().standin_graph_free(self._handle)
+
+
+@contextlib.contextmanager
+def graph(made, pool=None, stream=None):
+    """Records into ``made``, a ``Graph``; nothing is computed meanwhile."""
+    made._handle = load().standin_graph_begin()
+    try:
+        yield
+    finally:
+        load().standin_graph_end()
+
+
 def allocated():
     """Bytes of all devices."""
     return sum(_figures(device)[0] for device in range(DEVICES))
@@ -259,6 +284,9 @@ def _module():
         get_rng_state=lambda device=None: generators[_index(device)].get_state(),
         set_rng_state=lambda state, device=None: generators[_index(device)].set_state(state),
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        graph=graph,
+        is_current_stream_capturing=lambda: bool(load().standin_graph_recording()),
+        **{f"{NAME.upper()}Graph": Graph},
     )
     return module
 

@@ -17,6 +17,7 @@
 #include <cstring>
 
 #include "counts.h"
+#include "graphs.h"
 #include "memory.h"
 
 namespace standin {
@@ -161,6 +162,15 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.is_same(source)) return self;
   const at::Tensor from = source.expand(self.sizes());
   if (self.numel() == 0) return self;
+  if (Graph* graph = recording()) {
+    TORCH_CHECK(on_device(from) && on_device(self), "copy_ uses memory of the host, and a graph is being recorded");
+    std::vector<Access> accesses;
+    add_access(accesses, from, false);
+    add_access(accesses, self, true);
+    graph->add("copy_", std::move(accesses), {from, self},
+               [to = opened(self), read = opened(from)] { at::Tensor(to).copy_(read); });
+    return self;
+  }
   const bool of_host = on_device(from) != on_device(self);
   const bool wait = of_host && (!non_blocking || (!on_device(self) && !is_pinned(self)));
   count_copy(on_device(from), on_device(self), self.nbytes());
@@ -180,6 +190,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 }
 
 at::Scalar item(const at::Tensor& self) {
+  refuse_while_recording("item");
   std::vector<Access> accesses;
   add_access(accesses, self, false);
   at::Scalar value;

@@ -15,6 +15,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from deepspeed.zero.parameters.param_ranks import ParamRanks, SavedNames
 from harness import on_ranks, run_ranks
 from models import Numbered, waves
+from refusals import refused
 from runs import (
     NATIVE,
     engine_of,
@@ -289,3 +290,14 @@ def test_states_of_the_optimizer_object(rank, world, stage):
     assert states(engine) != before
     engine.optimizer.load_state_dict(shards, load_from_fp32_weights=True)
     assert states(engine) == before
+
+
+@on_ranks(2, init=True)
+def test_frozen_parameters_with_other_values_on_ranks_need_safetensors(rank, world, folder):
+    """Ranks have other tensors under one name, and neither an expert's number nor rows say which."""
+    groups = {"edp": [rank], "ep": [0, 1]}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    model[0].weight.ds_ranks = ParamRanks("experts", groups, mesh.group_over([rank]))
+    engine = engine_of(model, settings(1))
+    refused(ValueError, "'0.weight' has ranks of its own.*nor some rows.*safetensors", engine.save_checkpoint, folder)

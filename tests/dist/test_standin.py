@@ -1,6 +1,8 @@
 """The stand-in device: models that train on it are those of the CPU bit for bit, for every seed and in both modes, and
 memory, streams and events do what those of CUDA do. tests/device/standin.py says how the stand-in is used."""
 
+import copy
+
 import pytest
 import standin
 import torch
@@ -169,3 +171,40 @@ def accelerator(rank, world):
 
 def test_accelerator_of_deepspeed():
     run_ranks(1, accelerator, fresh=True)
+
+
+def graphs(rank, world):
+    standin.load()
+    accelerator = standin.Standin_Accelerator()
+    standin.choose(1, lazy=True)
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    model, gaps = copy.deepcopy(plain).to("standin"), []
+    with standin.no_faults():
+        x = torch.zeros(2, 8, device="standin", requires_grad=True)
+        graph, grads = accelerator.create_graph(), [torch.zeros_like(param) for param in model.parameters()]
+        assert not accelerator.is_current_stream_capturing()
+        with accelerator.capture_to_graph(graph):
+            assert accelerator.is_current_stream_capturing()
+            y = model(x)
+            for kept, grad in zip(grads, torch.autograd.grad(y.square().sum(), list(model.parameters()))):
+                kept.copy_(grad)
+        assert all(not kept.cpu().any() for kept in grads), "what is recorded does not run"
+        for seed in (1, 2):
+            new = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
+            with torch.no_grad():
+                x.copy_(new)
+            accelerator.replay_graph(graph)
+            out = plain(new)
+            wanted = torch.autograd.grad(out.square().sum(), list(plain.parameters()))
+            gaps += [float((a.cpu() - b).detach().abs().max()) for a, b in zip([y, *grads], [out, *wanted])]
+        for call in (lambda: x.sum().item(), lambda: x.cpu()):
+            with pytest.raises(RuntimeError, match="a graph is being recorded"):
+                with accelerator.capture_to_graph(accelerator.create_graph()):
+                    call()
+        assert not accelerator.is_current_stream_capturing()
+    return max(gaps)
+
+
+def test_graphs_are_recorded_and_replayed():
+    assert run_ranks(1, graphs, fresh=True)[0] < 1e-5
