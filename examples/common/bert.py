@@ -216,7 +216,7 @@ def load_checkpoint(model, args):
     """Loads the BERT of the checkpoint ``args.model_file`` into ``model``. ``args.ckpt_type`` is DS for one of the
     programs here, HF for the state dict of a model of transformers."""
     if not os.path.isfile(args.model_file):
-        sys.exit(f"--model_file {args.model_file}: there is no such file")
+        sys.exit(f"--model_file {args.model_file}: this file does not exist")
     state = torch.load(args.model_file, map_location="cpu", **WEIGHTS_ONLY)
     state = state.get("module", state)
     if args.ckpt_type == "HF":

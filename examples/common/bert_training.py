@@ -86,7 +86,7 @@ def read_model(args):
     if bool(folder) != bool(tag):
         sys.exit("--load_training_checkpoint DIR and --load_checkpoint_id TAG belong together")
     if folder and not os.path.isdir(os.path.join(folder, tag)):
-        sys.exit(f"--load_training_checkpoint {folder} --load_checkpoint_id {tag}: there is no such folder")
+        sys.exit(f"--load_training_checkpoint {folder} --load_checkpoint_id {tag}: this folder does not exist")
     args.max_steps = args.max_steps or own["max_steps"]
 
 

@@ -81,7 +81,7 @@ def read_questions(path):
     except ValueError as error:
         sys.exit(f"{line_of(path, source, last)}: {error}")
     if not found:
-        sys.exit(f"{path}:1: there are no questions")
+        sys.exit(f"{path}:1: the file has no questions")
     return found, dataset
 
 

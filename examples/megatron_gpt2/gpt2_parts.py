@@ -167,5 +167,5 @@ def save(folder, state):
 
 
 def load(folder, device):
-    assert os.path.isfile(path_of(folder)), f"--load {folder}: there is no checkpoint in this folder"
+    assert os.path.isfile(path_of(folder)), f"--load {folder}: this folder has no checkpoint"
     return torch.load(path_of(folder), map_location=device)

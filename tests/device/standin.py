@@ -310,11 +310,5 @@ class Standin_Accelerator(TorchModuleAccelerator):
 
     is_available = constant(True)
 
-    def default_stream(self, device_index=None):
-        return torch.standin.default_stream(device_index)
-
     def total_memory(self, device_index=None):
         return torch.standin.mem_get_info(device_index)[1]
-
-    def available_memory(self, device_index=None):
-        return self.total_memory(device_index) - self.memory_allocated(device_index)

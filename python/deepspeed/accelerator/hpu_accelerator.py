@@ -56,16 +56,16 @@ class HPU_Accelerator(TorchModuleAccelerator):
         return self._random.get_rng_state()
 
     def manual_seed(self, seed):
-        return self.hpu.random.manual_seed(seed)
+        return self._random.manual_seed(seed)
 
     def manual_seed_all(self, seed):
-        return self.hpu.random.manual_seed_all(seed)
+        return self._random.manual_seed_all(seed)
 
     def initial_seed(self):
-        return self.hpu.random.initial_seed()
+        return self._random.initial_seed()
 
     def default_generator(self, device_index):
-        return self.hpu.random.default_generators[device_index]
+        return self._random.default_generators[device_index]
 
     # ---- memory --------------------------------------------------------------------------------------------------
     def total_memory(self, device_index=None):

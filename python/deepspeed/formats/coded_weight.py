@@ -5,14 +5,14 @@ import torch
 
 from deepspeed.formats.weight_files import StoredWeight
 
-_MANTISSA_BITS = {4: 1, 6: 2, 8: 3, 12: 7}  # by bits of a code
+MANTISSA_BITS = {4: 1, 6: 2, 8: 3, 12: 7}  # by bits of a code: e2m1, e3m2, e4m3, e4m7
 _CODE_UNITS = {4: (2, 1), 6: (4, 3), 8: (1, 1), 12: (2, 3)}  # codes that fill whole bytes, and how many bytes
 _CODE_ROWS_AT_ONCE = 4096
 
 
 def _numbers_of_codes(bits):
     """The number that each code stands for, fp32 ``[2 ** bits]``."""
-    mantissa = _MANTISSA_BITS[bits]
+    mantissa = MANTISSA_BITS[bits]
     exponents = bits - 1 - mantissa
     least, found = 2 - 2 ** (exponents - 1), []
     for code in range(2 ** (bits - 1)):
@@ -57,8 +57,8 @@ class CodedWeight(StoredWeight):
 
 
 def decoded_weights(weights, facts, dtype=None):
-    """``weights``, ``{name: StoredWeight}``, with those decoded that ``facts``, ``{name: facts}`` or None, say are codes;
-    tied names with the same object. ``dtype``: as in ``CodedWeight``."""
+    """Returns ``weights``, ``{name: StoredWeight}``, and decodes those that ``facts``, ``{name: facts}`` or None, say
+    are codes; tied names keep one object. ``dtype``: as in ``CodedWeight``."""
     made = {id(weights[name]): CodedWeight(weights[name], one, dtype) for name, one in (facts or {}).items()
             if name in weights}  # fmt: skip
     return {name: made.get(id(weight), weight) for name, weight in weights.items()}

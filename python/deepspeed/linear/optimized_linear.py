@@ -14,7 +14,7 @@ class OptimizedLinear(torch.nn.Module):
     """Makes a linear layer ``[..., input_dim] -> [..., output_dim]``.
 
     Args:
-        input_dim, output_dim, bias: as ``torch.nn.Linear`` has them, but that there is no bias by default.
+        input_dim, output_dim, bias: as ``torch.nn.Linear`` has them. ``bias`` is False by default.
         lora_config: a ``LoRAConfig``: a ``LoRAOptimizedLinear`` is made.
         quantization_config: a ``QuantizationConfig``: the base weight is small floats; without ``lora_config`` a
             ``QuantizedLinear`` is made.

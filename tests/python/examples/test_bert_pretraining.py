@@ -272,7 +272,7 @@ def test_a_wrong_model_configuration(model, texts, tmp_path):
         (["--max_seq_length", 41], ["--max_seq_length 41", "8 to 40"]),
         (["--rewarmup"], ["--rewarmup", "--lr_schedule"]),
         (["--load_checkpoint_id", "step1"], ["--load_training_checkpoint", "belong together"]),
-        (["--load_training_checkpoint", ".", "--load_checkpoint_id", "x"], ["there is no such folder"]),
+        (["--load_training_checkpoint", ".", "--load_checkpoint_id", "x"], ["this folder does not exist"]),
         (["--gradient_accumulation_steps", 3], ["--train_batch_size 8", "3"]),
     ],
 )

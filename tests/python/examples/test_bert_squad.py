@@ -189,7 +189,7 @@ def test_a_wrong_file_of_questions(qa, texts, tmp_path):
 
 def test_a_file_without_questions(tmp_path):
     (tmp_path / "file.json").write_text('{"data": []}')
-    with refusing(SystemExit, "file.json:1: there are no questions"):
+    with refusing(SystemExit, "file.json:1: the file has no questions"):
         squad.read_questions(str(tmp_path / "file.json"))
 
 

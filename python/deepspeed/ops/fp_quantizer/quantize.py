@@ -7,9 +7,9 @@ import math
 import torch
 
 from deepspeed._native import tell_modes
+from deepspeed.formats.coded_weight import MANTISSA_BITS
 from deepspeed.ops.codes import code_ops
 
-MANTISSA = {4: 1, 6: 2, 8: 3, 12: 7}  # bits of the mantissa by bits of a code: e2m1, e3m2, e4m3, e4m7
 _SCALE_BYTES = 4
 
 
@@ -30,10 +30,11 @@ class Quantizer(abc.ABC):
 
 def checked_bits(bits, mantissa):
     """Returns ``bits``. ValueError unless they are those of a format, and ``mantissa`` is 3 or that of the format."""
-    if bits not in MANTISSA:
-        raise ValueError(f"q_bits is {bits}: small floats have {', '.join(map(str, MANTISSA))} bits")
-    if mantissa not in (3, MANTISSA[bits]):
-        raise ValueError(f"q_mantisa_bits is {mantissa}: floats of {bits} bits have {MANTISSA[bits]} bits of mantissa")
+    if bits not in MANTISSA_BITS:
+        raise ValueError(f"q_bits is {bits}: small floats have {', '.join(map(str, MANTISSA_BITS))} bits")
+    own = MANTISSA_BITS[bits]
+    if mantissa not in (3, own):
+        raise ValueError(f"q_mantisa_bits is {mantissa}: floats of {bits} bits have {own} bits of mantissa")
     return bits
 
 
