@@ -14,6 +14,12 @@ import os, sys
 open("got" + os.environ["RANK"], "wb").write(
     b"\\0".join([*map(os.fsencode, sys.argv[2:]), *[os.environb[b"DS_TEST_%d" % i] for i in range(1000)]]))
 """
+MEMORY = """
+import os
+names = ("TENSORS_KEEP_ALLOCATED", "ENABLE_EXPERIMENTAL_FLAGS", "PT_HPU_POOL_MEM_ACQUIRE_PERC")
+found = [os.environ.get(name, "missing") for name in names]
+os.write(1, ("memory %s %s\\n" % (os.uname().nodename, " ".join(found))).encode())
+"""
 by_each = pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
 
 
@@ -43,6 +49,19 @@ def test_values_and_arguments_arrive_byte_for_byte(cluster, launcher, folder):
     assert code == 0, errors
     for rank in range(world):
         assert (folder / f"got{rank}").read_bytes().split(b"\0") == told + words
+
+
+@by_each
+@pytest.mark.parametrize("chosen", ["", "hpu"])
+def test_memory_flags_of_gaudi_reach_the_second_host(cluster, launcher, chosen, folder):
+    """Ranks that choose a device by their packages get them, too."""
+    world = write_hosts(folder, launcher)
+    flags = {"TENSORS_KEEP_ALLOCATED": "0", "ENABLE_EXPERIMENTAL_FLAGS": "true", "PT_HPU_POOL_MEM_ACQUIRE_PERC": "100"}
+    code, out, errors = ended(start(cluster, launcher, MEMORY, DS_ACCELERATOR=chosen, **flags))
+    assert code == 0, errors
+    found = sorted(line[line.index("memory ") :] for line in out.splitlines() if "memory " in line)
+    assert found == [f"memory {host} 0 true 100" for host in ["h1", "h1", "h2", "h2"][:world]], out + errors
+    ends_clean(cluster)
 
 
 @by_each

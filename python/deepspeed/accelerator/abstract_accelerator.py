@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from deepspeed.accelerator.native_pinning import get_active_native_pinned_memory
+from deepspeed.host.packages import is_installed
 
 
 def constant(value):
@@ -313,11 +314,7 @@ class DeepSpeedAccelerator(ABC):
         """The builder class named ``class_name``, or None where there is none: only that feature is missing then."""
         # By name at run time: builders belong to the ops, which stand above the accelerators.
         name = self.op_builder_dir()
-        try:
-            found = importlib.util.find_spec(name)
-        except ModuleNotFoundError:
-            found = None
-        return None if found is None else getattr(importlib.import_module(name), class_name, None)
+        return getattr(importlib.import_module(name), class_name, None) if is_installed(name) else None
 
     def build_extension(self):
         """The setuptools command class that builds extensions for this device."""

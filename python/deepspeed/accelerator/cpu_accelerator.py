@@ -1,7 +1,6 @@
 """The CPU as accelerator: one device per rank, synchronous, with main memory as its memory."""
 
 import contextlib
-import importlib.util
 import os
 from functools import lru_cache
 
@@ -11,6 +10,7 @@ from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator, con
 from deepspeed.accelerator.native_pinning import get_active_native_pinned_memory
 from deepspeed.host.cpu import memory_bytes, resident_bytes, return_free_memory
 from deepspeed.host.numa import numa_node_count
+from deepspeed.host.packages import is_installed
 
 
 @lru_cache(maxsize=1)
@@ -121,8 +121,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def communication_backend_name(self):
         """``"ccl"`` where Intel's oneCCL bindings are installed, else ``"gloo"``."""
         if self._communication_backend_name is None:
-            ccl = importlib.util.find_spec("oneccl_bindings_for_pytorch")
-            self._communication_backend_name = "ccl" if ccl else "gloo"
+            has_ccl = is_installed("oneccl_bindings_for_pytorch")
+            self._communication_backend_name = "ccl" if has_ccl else "gloo"
         return self._communication_backend_name
 
     is_triton_supported = constant(False)

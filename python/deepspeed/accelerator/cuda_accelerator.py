@@ -1,12 +1,12 @@
 """NVIDIA GPUs through ``torch.cuda``. Importable without a driver; touches the driver on first use only."""
 
 import importlib
-import importlib.util
 
 import torch
 
 from deepspeed.accelerator.torch_module import TorchModuleAccelerator
 from deepspeed.host.devices import nvidia_device_count
+from deepspeed.host.packages import is_installed
 
 
 def probe():
@@ -26,7 +26,7 @@ class CUDA_Accelerator(TorchModuleAccelerator):
 
     def __init__(self):
         super().__init__()
-        self._nvtx = importlib.import_module("nvtx") if importlib.util.find_spec("nvtx") else None
+        self._nvtx = importlib.import_module("nvtx") if is_installed("nvtx") else None
         self.supports_nvtx_domain = self._nvtx is not None
         self._seen = False  # a GPU was found; asked in hot paths, and a GPU does not go away
 

@@ -47,7 +47,7 @@ class HPU_Accelerator(TorchModuleAccelerator):
     # ---- random numbers ------------------------------------------------------------------------------------------
     @property
     def _random(self):
-        return importlib.import_module("habana_frameworks.torch.hpu.random")
+        return getattr(self.hpu, "random", None) or importlib.import_module("habana_frameworks.torch.hpu.random")
 
     def set_rng_state(self, new_state, device_index=None):
         self._random.set_rng_state(new_state)

@@ -3,7 +3,6 @@
 import atexit
 import ctypes
 import importlib
-import importlib.util
 import os
 import time
 import weakref
@@ -19,6 +18,7 @@ from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.comm.utils import get_local_rank_from_launcher
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepspeed.host.packages import is_installed
 from deepspeed.host.vendors import registering_module
 from deepspeed.log import log_dist, logger
 
@@ -201,7 +201,7 @@ def init_deepspeed_backend(ds_backend, timeout, init_method):
     """Imports the module that registers a backend beyond torch's own: that of the accelerator (host/vendors.py)."""
     module = registering_module(ds_backend, get_accelerator()._name)
     package = module.partition(".")[0]
-    if module and importlib.util.find_spec(package) is None:
+    if module and not is_installed(package):
         raise RuntimeError(
             f"dist_backend is {ds_backend!r}, but the Python package {package} is not installed: install it, or pass "
             f"dist_backend='gloo'."

@@ -5,12 +5,12 @@ MASTER_PORT.
 """
 
 import importlib
-import importlib.util
 import os
 import re
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.host.mpi_ranks import ranks_of, said, said_by_mpi
+from deepspeed.host.packages import is_installed
 from deepspeed.host.ports import free_port
 from deepspeed.log import log_dist, logger
 
@@ -133,7 +133,7 @@ def mpi_discovery(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT, verbose=True)
 
 
 def _mpi4py_installed():
-    return importlib.util.find_spec("mpi4py") is not None
+    return is_installed("mpi4py")
 
 
 def _proxied_by_slurm():

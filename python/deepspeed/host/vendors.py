@@ -1,8 +1,9 @@
 """The kinds of devices: where the verbs of each are, how its ranks talk, and its environment variables. Imports no
 torch."""
 
-import importlib.util
 from typing import NamedTuple
+
+from deepspeed.host.packages import is_installed
 
 
 class Vendor(NamedTuple):
@@ -23,7 +24,7 @@ class Vendor(NamedTuple):
 
     def missing(self):
         """The reason why the package cannot be imported, or an empty text."""
-        if importlib.util.find_spec(self.package) is not None:
+        if is_installed(self.package):
             return ""
         return f"the Python package {self.package} is not installed"
 
@@ -50,7 +51,7 @@ VENDORS = {
 
 
 def registering_module(backend, device):
-    """The module that registers a backend of torch.distributed when it is imported, by the row of the device, or else by
+    """The module that registers a backend of torch.distributed when it is imported, by the row of the device or else by
     another one; an empty text where none is needed or known."""
     rows = [VENDORS[device]] if device in VENDORS else []
     found = [dict(row.backends)[backend] for row in [*rows, *VENDORS.values()] if backend in dict(row.backends)]

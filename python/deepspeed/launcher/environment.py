@@ -27,10 +27,11 @@ def visible_variable(environment):
 
 
 def exports(environment, files):
-    """``{name: value}`` of what other hosts get: variables with one of the prefixes, and ``files``, which win."""
+    """``{name: value}`` of what other hosts get: variables with one of the prefixes, and ``files``, which win. Without
+    DS_ACCELERATOR the ranks choose a device by themselves, so the prefixes are those of all devices."""
     accelerator = files.get("DS_ACCELERATOR") or environment.get("DS_ACCELERATOR", "")
-    row = VENDORS.get(accelerator or "cuda")
-    prefixes = EXPORT_PREFIXES + (row.prefixes if row is not None else ())
+    rows = [row for name, row in VENDORS.items() if accelerator in ("", name)]
+    prefixes = EXPORT_PREFIXES + tuple(prefix for row in rows for prefix in row.prefixes)
     return {**{name: value for name, value in environment.items() if name.startswith(prefixes)}, **files}
 
 

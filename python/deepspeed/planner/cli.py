@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import inspect
 import itertools
 import json
@@ -17,6 +17,7 @@ from deepspeed.config import choose_config
 from deepspeed.config.config import LEFT_TO_TRAINER, resolve
 from deepspeed.config.errors import raise_if_broken
 from deepspeed.host.command_line import check_output, program
+from deepspeed.host.packages import is_installed
 from deepspeed.host.user_files import function_in_file
 from deepspeed.module_inject.auto_ep_presets.registry import preset_name_for_hf_model_type
 from deepspeed.pipe.module import PipelineModule
@@ -57,7 +58,7 @@ def _of_transformers(folder):
     """Makers of the model of a folder with ``config.json``, and of its inputs; and the type of the model."""
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise ValueError(f"--model {folder!r} is neither FILE.py:function nor a folder with a config.json of a model")
-    if importlib.util.find_spec("transformers") is None:
+    if not is_installed("transformers"):
         raise ValueError(f"--model {folder}: the models of such folders need transformers: pip install transformers")
     transformers = importlib.import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -261,7 +262,7 @@ def _against(made, path):
 
 def draw(made, path):
     """Bars of the bytes at the peak of each planned rank, by owner."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         raise ValueError("--png needs the package matplotlib: pip install matplotlib")
     agg = importlib.import_module("matplotlib.backends.backend_agg")
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 4))

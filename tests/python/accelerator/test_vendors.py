@@ -33,12 +33,6 @@ def class_of(name):
     return accelerators.get(name)
 
 
-def module_named(name):
-    made = types.ModuleType(name)
-    made.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    return made
-
-
 @pytest.fixture
 def fake(monkeypatch):
     """A function that makes the package of a vendor, with a module of verbs that records calls, which it returns."""
@@ -49,18 +43,13 @@ def fake(monkeypatch):
         calls.is_available.return_value, calls.device_count.return_value = devices > 0, devices
         calls.current_device.return_value = 1
         if vendor.package != "torch":
-            package = module_named(vendor.package)
+            package = types.ModuleType(vendor.package)  # without a __spec__
             package.__path__ = []
             monkeypatch.setitem(sys.modules, vendor.package, package)
         if vendor.verbs.startswith("torch."):
             monkeypatch.setattr(torch, name, calls, raising=False)
         else:
-            for path in (
-                "habana_frameworks.torch",
-                vendor.verbs,
-                "habana_frameworks.torch.utils",
-                vendor.verbs + ".random",
-            ):
+            for path in ("habana_frameworks.torch", vendor.verbs, "habana_frameworks.torch.utils"):
                 monkeypatch.setitem(sys.modules, path, calls)
             half = mock.Mock()
             half._is_fp16_supported.return_value = True
@@ -104,7 +93,9 @@ def test_variables_of_devices_and_of_other_hosts():
     assert exports({**given, "DS_ACCELERATOR": "hpu"}, {}) == {
         "TENSORS_KEEP_ALLOCATED": "0", "PT_HPU_X": "1", "ENABLE_EXPERIMENTAL_FLAGS": "true", "DS_ACCELERATOR": "hpu",
     }  # fmt: skip
-    assert exports(given, {}) == {"NCCL_X": "1"}
+    everything = {name: value for name, value in given.items() if name != "HOME"}
+    assert exports(given, {}) == everything, "ranks choose by the packages of their host"
+    assert exports(given, {"DS_ACCELERATOR": "cpu"}) == {"DS_ACCELERATOR": "cpu"}
 
 
 # ---- classes ------------------------------------------------------------------------------------------------------

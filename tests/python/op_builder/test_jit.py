@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from deepspeed.ops.op_builder import OpBuilder, jit
+from deepspeed.ops.op_builder import builder as interface
 from deepspeed.ops.op_builder.toolchain import BuildError
 from places import PYTHON, ROOT
 from refusals import refused
@@ -39,6 +40,14 @@ def test_first_use_compiles_and_second_does_not(toy):
     builder = toy.builder()
     assert builder.load().answer() == 42 and toy.calls() == 2 and builder.jit_mode
     assert op.__file__.startswith(os.environ["TORCH_EXTENSIONS_DIR"]) and torch.__version__ in op.__file__
+
+
+def test_sources_below_the_installed_package(toy, tmp_path, monkeypatch):
+    """A package of an accelerator may copy its sources there; their paths are relative."""
+    monkeypatch.setattr(interface, "PACKAGE", str(tmp_path))
+    builder = toy.builder()
+    builder.sources, builder.include_paths = lambda: ["toy op/toy.cpp"], lambda: ["toy op/include"]
+    assert builder.load().answer() == 42
 
 
 def test_in_another_process_neither(toy):

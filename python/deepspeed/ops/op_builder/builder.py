@@ -6,7 +6,6 @@ where there is none is it compiled, once (jit.py).
 """
 
 import importlib
-import importlib.util
 import os
 import platform
 import re
@@ -20,6 +19,7 @@ from deepspeed.host import cuda_toolkit
 from deepspeed.host.cpu import widest_isa
 from deepspeed.host.cuda_toolkit import CUDAMismatchException, MissingCUDAException
 from deepspeed.host.devices import nvidia_compute_capabilities
+from deepspeed.host.packages import is_installed
 from deepspeed.host.programs import find_program
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import jit, toolchain
@@ -142,11 +142,7 @@ class OpBuilder(ABC):
 
     def _prebuilt(self):
         name = self.absolute_name()
-        try:
-            found = importlib.util.find_spec(name)
-        except (ModuleNotFoundError, ValueError):
-            return None
-        if found is None:
+        if not name or not is_installed(name):
             return None
         try:
             return importlib.import_module(name)
