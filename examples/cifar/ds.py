@@ -30,7 +30,8 @@ def main(argv=None):
     first, losses = 0, []
     if args.resume:
         path, state = model_engine.load_checkpoint(args.resume)
-        assert path, f"--resume {args.resume}: this folder has no checkpoint"
+        if path is None:
+            raise SystemExit(f"--resume {args.resume}: this folder has no checkpoint")
         first = state["epoch"]
     for epoch in range(first, args.epochs):
         running_loss = 0.0

@@ -1,4 +1,4 @@
-"""A small BERT in plain PyTorch, for pre-training and for questions about a text.
+"""A small BERT in plain PyTorch, for pre-training, for questions about a text and for classes of sentences.
 
 The architecture of Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding"
 (2019), with norms in front of attention and feed-forward network if the configuration has ``pre_layer_norm``. A
@@ -187,6 +187,23 @@ class BertForQuestionAnswering(nn.Module):
         return (F.cross_entropy(start, start_positions) + F.cross_entropy(end, end_positions)) / 2
 
 
+class BertForSequenceClassification(nn.Module):
+    """Scores of two classes, from the first token; the loss, where the classes are given."""
+
+    def __init__(self, config, make_layer=Layer):
+        super().__init__()
+        self.bert = Bert(config, make_layer)
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+        initialize(self, config)
+
+    def forward(self, input_ids, segment_ids, input_mask, labels=None):
+        pooled = torch.tanh(self.pooler(self.bert(input_ids, segment_ids, input_mask)[:, 0]))
+        scores = self.classifier(self.dropout(pooled)).float()
+        return scores if labels is None else F.cross_entropy(scores, labels)
+
+
 @torch.no_grad()
 def initialize(model, config):
     """Gives all parameters first values that depend on torch's seed. They are the same for both kinds of layers."""
@@ -213,15 +230,16 @@ def groups_of(model, weight_decay):
 
 
 def load_checkpoint(model, args):
-    """Loads the BERT of the checkpoint ``args.model_file`` into ``model``. ``args.ckpt_type`` is DS for one of the
-    programs here, HF for the state dict of a model of transformers."""
+    """Loads the BERT of the checkpoint ``args.model_file`` into ``model``, and the pooler where both have one.
+    ``args.ckpt_type`` is DS for one of the programs here, HF for the state dict of a model of transformers."""
     if not os.path.isfile(args.model_file):
         sys.exit(f"--model_file {args.model_file}: this file does not exist")
     state = torch.load(args.model_file, map_location="cpu", **WEIGHTS_ONLY)
     state = state.get("module", state)
     if args.ckpt_type == "HF":
         state = from_transformers(state, args.model_file)
-    state = {name: value for name, value in state.items() if name.startswith("bert.") and "pooler" not in name}
+    wanted = {name for name in model.state_dict() if name.startswith(("bert.", "pooler."))}
+    state = {name: value for name, value in state.items() if name.startswith("bert.") or name in wanted}
     words = "bert.embeddings.word_embeddings.weight"
     own = model.state_dict()[words].shape
     if words not in state:
@@ -231,9 +249,9 @@ def load_checkpoint(model, args):
             f"--model_file {args.model_file}: the checkpoint has a vocabulary of {state[words].shape[0]} tokens, and "
             f"the vocabulary of this run has {own[0]}: give --vocab_file the vocabulary that the checkpoint has"
         )
-    wanted = {name for name in model.state_dict() if name.startswith("bert.")}
-    if wanted != set(state):
-        names = ", ".join(sorted(wanted ^ set(state))[:3])
+    differ = sorted(name for name in wanted ^ set(state) if name.startswith("bert."))
+    if differ:
+        names = ", ".join(differ[:3])
         sys.exit(
             f"--model_file {args.model_file}: model and checkpoint do not have the same parameters ({names}, ...): "
             "compare --cf and --preln"
@@ -249,6 +267,7 @@ def from_transformers(state, path):
     made = {}
     for name, value in state.items():
         name, own = name.replace("gamma", "weight").replace("beta", "bias"), value
+        name = name.replace("bert.pooler.dense", "pooler")
         if ".encoder.layer." in name:
             layer, _, kind = name.rpartition(".")
             start, number, part = re.match(r"(.*\.encoder\.layer\.)(\d+)\.(.*)", layer).groups()

@@ -1,4 +1,4 @@
-"""Flags, learning rates and output that both BERT programs have in common."""
+"""Flags, learning rates and output that the BERT programs have in common."""
 
 import argparse
 import functools
@@ -28,10 +28,17 @@ FLAGS = {
     "--load_checkpoint_id": dict(metavar="TAG", help="the checkpoint in it"),
     "--save_steps": dict(type=int, default=0, help="steps between two checkpoints; one is saved at the end, too"),
 }
+FINE_TUNING = {
+    "--predict_batch_size": dict(type=int, default=8, help="samples of a forward pass without training"),
+    "--num_train_epochs": dict(type=float, help="passes over the samples, instead of --max_steps"),
+    "--preln": dict(action="store_true", help="layers have the norm in front, as those of bert_pretraining"),
+    "--model_file": dict(help="checkpoint of a pre-trained BERT"),
+    "--ckpt_type": dict(choices=("DS", "HF", "TF"), default="DS", help="DS: of bert_pretraining; HF: of transformers"),
+}
 
 
 def get_argument_parser(folder, description, data, flags):
-    """A parser with the published flags of both programs and ``flags``. ``folder`` is that of the program, and ``data``
+    """A parser with the published flags of all programs and ``flags``. ``folder`` is that of the program, and ``data``
     the default of ``--data``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     paths = {"--cf": ("bert_tiny.json", "model configuration"), "--output_dir": ("out", "folder of results")}
@@ -90,6 +97,29 @@ def read_model(args):
     args.max_steps = args.max_steps or own["max_steps"]
 
 
+def read_fine_tuning(args):
+    """``read_model`` for a program that may start from a checkpoint. ``args.max_steps`` is None where epochs count."""
+    epochs_alone = args.num_train_epochs and not args.max_steps
+    read_model(args)
+    if epochs_alone:
+        args.max_steps = None
+    if args.ckpt_type == "TF":
+        sys.exit("--ckpt_type TF: convert the checkpoint with transformers, save its state dict, and use type HF")
+    if args.ckpt_type == "HF" and args.preln:
+        sys.exit("--preln: models of transformers have the norm behind attention. Leave the flag out.")
+    if bool(args.model_file) and not args.vocab_file:
+        sys.exit("--model_file: give --vocab_file the vocabulary that belongs to the checkpoint")
+
+
+def config_of(args, vocabulary):
+    return bert.config_of(args.model, vocabulary, **({"pre_layer_norm": True} if args.preln else {}))
+
+
+def steps_of(args, count):
+    """The steps of ``--num_train_epochs`` passes over ``count`` samples, where ``--max_steps`` is not given."""
+    return args.max_steps or max(1, round(args.num_train_epochs * count / args.train_batch_size))
+
+
 def new_state():
     """The state of the program in checkpoints: how far it is."""
     return {"last_global_step": 0, "last_global_data_samples": 0}
@@ -111,6 +141,12 @@ def micro_batch(args, samples, micro_step):
 def order(seed, epoch, count):
     """The numbers below ``count`` in the order of pass ``epoch`` over the samples."""
     return random.Random(f"{seed} {epoch}").sample(range(count), count)
+
+
+def in_order(args, samples, number):
+    """Sample ``number`` of an endless row of passes over ``samples``."""
+    epoch, place = divmod(number, len(samples))
+    return samples[order(args.seed, epoch, len(samples))[place]]
 
 
 def begin_step(args, step):
@@ -145,6 +181,7 @@ def report(args, step, loss, optimizer):
 
 
 def path_of(args, name):
-    """A path in the folder of results, which is made."""
-    os.makedirs(args.output_dir, exist_ok=True)
-    return os.path.join(args.output_dir, name)
+    """A path in the folder of results; folders above it are made."""
+    path = os.path.join(args.output_dir, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return path

@@ -55,7 +55,6 @@ class Samples:
         known = {line: self.vocabulary.encode(line) for line in set(whole.split("\n"))}
         self.documents = [[known[line] for line in document] for document in documents]
         self.starts = [(number, line) for number, one in enumerate(documents) for line in range(len(one) - 1)]
-        self.mask_count = max(1, round(0.15 * args.max_seq_length))
 
     def batch(self, samples, micro_step):
         """The tensors of this rank's part ``micro_step`` of the step that follows ``samples`` samples."""
@@ -71,21 +70,7 @@ class Samples:
         epoch, place = divmod(number, len(self.starts))
         draw = random.Random(f"{self.args.seed} {epoch} {place}")
         first, second, is_random = self.pair(*self.starts[order(self.args.seed, epoch, len(self.starts))[place]], draw)
-        words, room = self.vocabulary, self.args.max_seq_length
-        ids = [words.cls, *first, words.sep, *second, words.sep]
-        segments = [0] * (len(first) + 2) + [1] * (len(second) + 1)
-        places = [place for place, token in enumerate(ids) if token not in (words.cls, words.sep)]
-        places = sorted(draw.sample(places, min(self.mask_count, max(1, round(0.15 * len(ids))))))
-        labels = [ids[place] for place in places]
-        for place in places:
-            kind = draw.random()
-            ids[place] = words.mask if kind < 0.8 else ids[place] if kind < 0.9 else words.ordinary(draw.randrange)
-        filled = lambda values, length, filler=0: torch.tensor(values + [filler] * (length - len(values)))
-        return (
-            filled(ids, room, words.pad), filled(segments, room), filled([1] * len(ids), room),
-            filled(places, self.mask_count), filled(labels, self.mask_count),
-            filled([1.0] * len(places), self.mask_count, 0.0), torch.tensor(is_random),
-        )  # fmt: skip
+        return masked(self.vocabulary, first, second, is_random, self.args.max_seq_length, draw)
 
     def pair(self, document, line, draw):
         """Tokens of two parts of the text, and 1 if the second one is from another place, else 0."""
@@ -102,3 +87,21 @@ class Samples:
         second = [token for following in lines[line + 1 :] for token in following]
         first = first[: max(room - len(second), room // 2)]
         return first, second[: room - len(first)], is_random
+
+
+def masked(words, first, second, is_random, room, draw):
+    """The tensors of a sample of ``room`` tokens with two parts. ``draw`` chooses the words that are masked."""
+    most = max(1, round(0.15 * room))
+    ids = [words.cls, *first, words.sep, *second, words.sep]
+    segments = [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    places = [place for place, token in enumerate(ids) if token not in (words.cls, words.sep)]
+    places = sorted(draw.sample(places, min(most, max(1, round(0.15 * len(ids))))))
+    labels = [ids[place] for place in places]
+    for place in places:
+        kind = draw.random()
+        ids[place] = words.mask if kind < 0.8 else ids[place] if kind < 0.9 else words.ordinary(draw.randrange)
+    filled = lambda values, length, filler=0: torch.tensor(values + [filler] * (length - len(values)))
+    return (
+        filled(ids, room, words.pad), filled(segments, room), filled([1] * len(ids), room), filled(places, most),
+        filled(labels, most), filled([1.0] * len(places), most, 0.0), torch.tensor(is_random),
+    )  # fmt: skip

@@ -11,23 +11,19 @@ import bert
 import bert_text
 import bert_training
 import squad_metrics
-from bert_training import begin_step, for_one_process, is_due, new_state, path_of, report  # noqa: F401
+from bert_training import begin_step, config_of, for_one_process, is_due, new_state, path_of, report  # noqa: F401
 
 Question = collections.namedtuple("Question", "id text context answers")
 Window = collections.namedtuple("Window", "question ids segments first pieces start end")
 
 
 FLAGS = {
+    **bert_training.FINE_TUNING,
     "--train_file": dict(help="questions to train with; default: --data, or train-v1.1.json in that folder"),
     "--predict_file": dict(help="questions to answer; default: --data, or dev-v1.1.json in that folder"),
-    "--predict_batch_size": dict(type=int, default=8, help="samples of a forward pass without training"),
-    "--num_train_epochs": dict(type=float, help="passes over the questions, instead of --max_steps"),
     "--max_query_length": dict(type=int, default=64, help="tokens of a question; the rest is cut off"),
     "--doc_stride": dict(type=int, default=32, help="tokens between the beginnings of two windows of a long text"),
     "--max_answer_length": dict(type=int, default=30, help="tokens of an answer"),
-    "--preln": dict(action="store_true", help="layers have the norm in front, as those of bert_pretraining"),
-    "--model_file": dict(help="checkpoint of a pre-trained BERT"),
-    "--ckpt_type": dict(choices=("DS", "HF", "TF"), default="DS", help="DS: of bert_pretraining; HF: of transformers"),
 }
 
 
@@ -37,26 +33,13 @@ def get_argument_parser(folder, description):
 
 def checked(args):
     """The arguments with the model configuration in them."""
-    epochs_alone = args.num_train_epochs and not args.max_steps
-    bert_training.read_model(args)
-    if epochs_alone:
-        args.max_steps = None
-    if args.ckpt_type == "TF":
-        sys.exit("--ckpt_type TF: convert the checkpoint with transformers, save its state dict, and use type HF")
-    if args.ckpt_type == "HF" and args.preln:
-        sys.exit("--preln: models of transformers have the norm behind attention. Leave the flag out.")
-    if bool(args.model_file) and not args.vocab_file:
-        sys.exit("--model_file: give --vocab_file the vocabulary that belongs to the checkpoint")
+    bert_training.read_fine_tuning(args)
     if args.max_query_length + 4 > args.max_seq_length:
         sys.exit(f"--max_query_length {args.max_query_length} leaves no room in --max_seq_length {args.max_seq_length}")
     names = ("train-v1.1.json", "dev-v1.1.json") if os.path.isdir(args.data) else ("", "")
     found = [os.path.join(args.data, name) if name else args.data for name in names]
     args.train_file, args.predict_file = args.train_file or found[0], args.predict_file or found[1]
     return args
-
-
-def config_of(args, vocabulary):
-    return bert.config_of(args.model, vocabulary, **({"pre_layer_norm": True} if args.preln else {}))
 
 
 def read_questions(path):
@@ -103,9 +86,7 @@ class Questions:
 
     def steps(self):
         """The steps of ``--num_train_epochs`` passes, where ``--max_steps`` is not given."""
-        return self.args.max_steps or max(
-            1, round(self.args.num_train_epochs * len(self.windows) / self.args.train_batch_size)
-        )
+        return bert_training.steps_of(self.args, len(self.windows))
 
     def windows_of(self, question):
         """Windows of at most ``--max_seq_length`` tokens: the question and a part of its context."""
@@ -153,8 +134,7 @@ class Questions:
         return self.tensors(map(self.window, bert_training.micro_batch(self.args, samples, micro_step)))
 
     def window(self, number):
-        epoch, place = divmod(number, len(self.windows))
-        return self.windows[bert_training.order(self.args.seed, epoch, len(self.windows))[place]]
+        return bert_training.in_order(self.args, self.windows, number)
 
 
 @torch.no_grad()

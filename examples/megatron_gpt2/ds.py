@@ -49,7 +49,7 @@ def save_checkpoint(args, iteration, model, optimizer, lr_scheduler):
 
 def load_checkpoint(args, model, optimizer, lr_scheduler):
     path, state = model.load_checkpoint(args.load)
-    assert path, f"--load {args.load}: this folder has no checkpoint"
+    gpt2_parts.check_load(args.load, path)
     return state["iteration"]
 
 

@@ -151,6 +151,12 @@ def is_due(args, iteration):
     return bool(args.save) and (iteration == args.train_iters or bool(interval) and iteration % interval == 0)
 
 
+def check_load(folder, found):
+    """SystemExit if a checkpoint was not ``found``."""
+    if not found:
+        raise SystemExit(f"--load {folder}: this folder has no checkpoint")
+
+
 # ---- checkpoints of plain.py -----------------------------------------------------------------------------------------
 
 
@@ -167,5 +173,5 @@ def save(folder, state):
 
 
 def load(folder, device):
-    assert os.path.isfile(path_of(folder)), f"--load {folder}: this folder has no checkpoint"
+    check_load(folder, os.path.isfile(path_of(folder)))
     return torch.load(path_of(folder), map_location=device)

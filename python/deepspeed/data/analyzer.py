@@ -84,6 +84,13 @@ class DataAnalyzer(AnalysisReduce):
         for name in metric_names:
             if name in ("", ".", "..") or "/" in name or "\0" in name:
                 raise ValueError(f"the metric name {name!r} cannot be a folder of save_path: use a name without '/'")
+        counts = dict(num_workers=num_workers, num_threads=num_threads, num_threads_reduce=num_threads_reduce)
+        for name, count in {**counts, "batch_size": batch_size}.items():
+            if count < 1:
+                raise ValueError(f"{name} is {count}: it must be 1 or more")
+        for thread in specific_threads:
+            if not 0 <= thread < num_threads:
+                raise ValueError(f"specific_threads has {thread}: the {num_threads} threads are counted from 0")
         if not 0 <= worker_id < num_workers:
             raise ValueError(f"worker_id {worker_id} is none of the {num_workers} workers: they are counted from 0")
         self.dataset, self.batch_size, self.save_path = dataset, batch_size, save_path

@@ -246,6 +246,9 @@ def test_wrong_input(tmp_path):
     refused(ValueError, "type 'mean' of the metric 'a' is neither", rows.analyzer, tmp_path, metric_types=["mean"])
     refused(ValueError, "metric_dtypes has torch.float32: metrics must be whole", rows.analyzer, tmp_path,
             metric_dtypes=[torch.float32])  # fmt: skip
+    for name in ("num_workers", "num_threads", "num_threads_reduce", "batch_size"):
+        refused(ValueError, f"{name} is 0: it must be 1 or more", DataAnalyzer, rows, **{name: 0})
+    refused(ValueError, "specific_threads has 2: the 2 threads", DataAnalyzer, rows, num_threads=2, specific_threads=[2])
     refused(ValueError, "worker_id 2 is none of the 2 workers", DataAnalyzer, rows, num_workers=2, worker_id=2)
     half = rows.analyzer(tmp_path / "half", metric_functions=[lambda batch: batch / 2])
     refused(ValueError, "'a' has given float32 values that are not whole numbers of int64", half.run_map)

@@ -199,7 +199,7 @@ def test_flags_that_contradict(more, texts, flags, tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", "ds"])
 def test_a_folder_without_checkpoint(name, flags, tmp_path):
-    with refusing(AssertionError, "--load", "this folder has no checkpoint"):
+    with refusing(SystemExit, "--load", "this folder has no checkpoint"):
         programs.run_on(1, NAME, name, *flags, *(config(tmp_path) if name == "ds" else []), "--load", tmp_path)
 
 
