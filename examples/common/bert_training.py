@@ -10,6 +10,7 @@ import zlib
 import torch
 
 import bert
+import bert_text
 
 FLAGS = {
     "--vocab_file": dict(help="vocab.json of a run, or vocab.txt of WordPiece; default: learned from the text"),
@@ -113,6 +114,11 @@ def read_fine_tuning(args):
 
 def config_of(args, vocabulary):
     return bert.config_of(args.model, vocabulary, **({"pre_layer_norm": True} if args.preln else {}))
+
+
+def vocabulary_of(args, text):
+    """The vocabulary of ``--vocab_file``; without it one of the size of the model configuration, learned from ``text``."""
+    return bert_text.vocabulary_of(args.vocab_file, text, bert.BertConfig(**args.model["bert_model_config"]).vocab_size)
 
 
 def steps_of(args, count):

@@ -7,7 +7,6 @@ import sys
 
 import torch
 
-import bert
 import bert_text
 import bert_training
 from bert_training import begin_step, config_of, for_one_process, is_due, path_of, report, steps_of  # noqa: F401
@@ -62,10 +61,8 @@ class Samples:
         self.train, self.dev = (
             read_samples(os.path.join(args.data, name), args.task_name) for name in ("train.tsv", "dev.tsv")
         )
-        size = bert.BertConfig(**args.model["bert_model_config"]).vocab_size
-        self.vocabulary = bert_text.vocabulary_of(
-            args.vocab_file, "\n".join(sentence for sample in self.train for sentence in sample.sentences), size
-        )
+        whole = "\n".join(sentence for sample in self.train for sentence in sample.sentences)
+        self.vocabulary = bert_training.vocabulary_of(args, whole)
 
     def row(self, sample):
         """Tokens, segments and mask of a sample. The longest sentence loses its end where the sample is too long."""

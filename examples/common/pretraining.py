@@ -6,7 +6,6 @@ import sys
 
 import torch
 
-import bert
 import bert_text
 import bert_training
 from bert_training import (  # noqa: F401
@@ -14,7 +13,6 @@ from bert_training import (  # noqa: F401
     for_one_process,
     is_due,
     new_state,
-    order,
     path_of,
     report,
     schedule_learning_rate,
@@ -50,8 +48,7 @@ class Samples:
     def __init__(self, args):
         documents = [document for path in args.sources for document in bert_text.read_documents(path)]
         whole = "\n".join(line for document in documents for line in document)
-        size = bert.BertConfig(**args.model["bert_model_config"]).vocab_size
-        self.args, self.vocabulary = args, bert_text.vocabulary_of(args.vocab_file, whole, size)
+        self.args, self.vocabulary = args, bert_training.vocabulary_of(args, whole)
         known = {line: self.vocabulary.encode(line) for line in set(whole.split("\n"))}
         self.documents = [[known[line] for line in document] for document in documents]
         self.starts = [(number, line) for number, one in enumerate(documents) for line in range(len(one) - 1)]
@@ -69,7 +66,7 @@ class Samples:
     def sample(self, number):
         epoch, place = divmod(number, len(self.starts))
         draw = random.Random(f"{self.args.seed} {epoch} {place}")
-        first, second, is_random = self.pair(*self.starts[order(self.args.seed, epoch, len(self.starts))[place]], draw)
+        first, second, is_random = self.pair(*bert_training.in_order(self.args, self.starts, number), draw)
         return masked(self.vocabulary, first, second, is_random, self.args.max_seq_length, draw)
 
     def pair(self, document, line, draw):

@@ -7,7 +7,6 @@ import sys
 
 import torch
 
-import bert
 import bert_text
 import bert_training
 import squad_metrics
@@ -79,9 +78,8 @@ class Questions:
         self.args = args
         self.train, _ = read_questions(args.train_file)
         self.predict, self.dataset = read_questions(args.predict_file)
-        size = bert.BertConfig(**args.model["bert_model_config"]).vocab_size
         whole = "\n".join(dict.fromkeys(part for one in self.train for part in (one.context, one.text)))
-        self.vocabulary = bert_text.vocabulary_of(args.vocab_file, whole, size)
+        self.vocabulary = bert_training.vocabulary_of(args, whole)
         self.windows = [window for question in self.train for window in self.windows_of(question)]
 
     def steps(self):

@@ -117,10 +117,11 @@ class Samples(torch.utils.data.Dataset):
 
     def __init__(self, args, words, tokens):
         self.args, self.words, room = args, words, args.seq_length - 3
-        pieces = (piece for paragraph in paragraphs_of(words, tokens) for piece in paragraph[:-1].split(room))
-        self.texts = [piece for piece in pieces if len(piece) >= 8]
         if args.model == "gpt":
             self.texts = list(tokens.unfold(0, args.seq_length + 1, args.seq_length))
+        else:
+            pieces = (piece for paragraph in paragraphs_of(words, tokens) for piece in paragraph[:-1].split(room))
+            self.texts = [piece for piece in pieces if len(piece) >= 8]
 
     def __len__(self):
         return len(self.texts)

@@ -10,7 +10,6 @@ empty list. ``device_index`` None always means the current device. Memory figure
 
 import contextlib
 import importlib
-import importlib.util
 import mmap
 from abc import ABC, abstractmethod
 
@@ -349,7 +348,7 @@ class DeepSpeedAccelerator(ABC):
         self._compile_backend = backend
 
     def _compile_backends(self):
-        # find_spec of the parent runs nothing heavy; torch._dynamo itself takes a second to import.
-        if importlib.util.find_spec("torch._dynamo") is None:
+        # torch._dynamo takes a second to import.
+        if not is_installed("torch._dynamo"):
             return []
         return importlib.import_module("torch._dynamo").list_backends(exclude_tags=())

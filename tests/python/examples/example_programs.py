@@ -15,6 +15,8 @@ import re
 import subprocess
 import sys
 
+import torch
+
 import runs
 from deepspeed.host.ports import free_port
 from harness import run_ranks
@@ -68,6 +70,34 @@ def run_on(world_size, folder, name, *argv, **options):
 def run_plain(folder, *argv):
     """``(weights, losses, text)`` of plain.py in a process that does not belong to a job."""
     return run_on(1, folder, "plain", *argv, env=ALONE)[0]
+
+
+def check_resumed(folder, at, argv, given, out, plain=()):
+    """A run that is resumed after ``at`` steps has the weights and losses of an uninterrupted one, in bits: ds.py on two
+    ranks, and plain.py.
+
+    argv: flags of both programs. given, plain: those of one of them. out: the folder of results. Returns ``(text of the
+    whole run, text of the resumed one)`` of each rank of ds.py.
+    """
+    save = ["--save_steps", at]
+    load = ["--load_training_checkpoint", out / "saved_models", "--load_checkpoint_id", f"step{at}"]
+    texts = []
+    whole = run_on(2, folder, "ds", *argv, *given, *save)
+    for (weights, losses, text), (more, last, again) in zip(whole, run_on(2, folder, "ds", *argv, *given, *load)):
+        assert farthest(weights, more) == 0 and losses[at:] == last
+        texts.append((text, again))
+    alone = run_plain(folder, *argv, *plain, *save)
+    more = run_plain(folder, *argv, *plain, *load)
+    assert farthest(alone[0], more[0]) == 0 and alone[1][at:] == more[1]
+    return texts
+
+
+def check_both_kinds_of_layers(folder, argv, preln):
+    """ds.py has the losses and the names of parameters with and without ``--deepspeed_transformer_kernel``."""
+    runs_of_both = (run_on(1, folder, "ds", *argv, *more)[0] for more in ([], ["--deepspeed_transformer_kernel"]))
+    (weights, losses, _), (others, of_kernel, _) = runs_of_both
+    assert weights.keys() == others.keys() and any("Final" in name for name in weights) == bool(preln)
+    assert (torch.tensor(losses) - torch.tensor(of_kernel)).abs().max() < 1e-4
 
 
 def config_file(folder, tmp_path, **changes):

@@ -68,21 +68,13 @@ def test_the_port_trains_the_same_weights(stage, ranks, plain, tmp_path):
 def test_a_resumed_run_has_the_bits_of_one_run(tmp_path):
     argv = [*flags(tmp_path, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1), "--max_steps", 6]
     given = config(tmp_path, zero_optimization={"stage": 1})
-    load = ["--load_training_checkpoint", tmp_path / "out" / "saved_models", "--load_checkpoint_id", "step4"]
-    whole = programs.run_on(2, NAME, "ds", *argv, *given, "--save_steps", 4)
-    for (weights, losses, _), (more, last, _) in zip(whole, programs.run_on(2, NAME, "ds", *argv, *given, *load)):
-        assert programs.farthest(weights, more) == 0 and losses[4:] == last
-    alone = programs.run_plain(NAME, *argv, "--save_steps", 4)
-    more = programs.run_plain(NAME, *argv, *load)
-    assert programs.farthest(alone[0], more[0]) == 0 and alone[1][4:] == more[1]
+    programs.check_resumed(NAME, 4, argv, given, tmp_path / "out")
 
 
 @pytest.mark.parametrize("preln", [[], ["--preln"]])
 def test_both_kinds_of_layers_have_one_loss(preln, tmp_path):
     argv = [*flags(tmp_path), *config(tmp_path), *preln, "--predict_batch_size", 4, "--max_steps", 10]
-    own, kernel = (programs.run_on(1, NAME, "ds", *argv, *more)[0] for more in ([], ["--deepspeed_transformer_kernel"]))
-    assert own[0].keys() == kernel[0].keys() and any("Final" in name for name in own[0]) == bool(preln)
-    assert (torch.tensor(own[1]) - torch.tensor(kernel[1])).abs().max() < 1e-4
+    programs.check_both_kinds_of_layers(NAME, argv, preln)
 
 
 def test_predictions_are_at_most_a_batch_of_the_kernel(tmp_path):
